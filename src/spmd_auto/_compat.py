@@ -1,0 +1,117 @@
+"""All that differs between JAX releases, and the only importer of private JAX names.
+
+Supported: jax 0.10.2 (Python 3.11) and the 0.12 line (Python >= 3.12).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info_util
+
+Jaxpr: TypeAlias = Any  # open or closed; in jax >= 0.12 there is only one class
+Eqn: TypeAlias = Any
+Literal = jex_core.Literal
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> Any:
+    """The jaxpr without its constants (`.eqns .invars .outvars .constvars`)."""
+    if isinstance(jaxpr, jex_core.ClosedJaxpr) and hasattr(jaxpr, "jaxpr"):
+        return jaxpr.jaxpr
+    return jaxpr
+
+
+def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
+    """Constants closed over by a jaxpr; empty for an open one."""
+    return getattr(jaxpr, "consts", ())
+
+
+def is_jaxpr(x: Any) -> bool:
+    return isinstance(x, (jex_core.ClosedJaxpr, jex_core.Jaxpr))
+
+
+def call_jaxpr(eqn: Eqn) -> Jaxpr:
+    """The single inner jaxpr of a call-like equation (jit, remat, custom_jvp, custom_vjp)."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params and is_jaxpr(eqn.params[key]):
+            return eqn.params[key]
+    raise KeyError(f"{eqn.primitive.name} has no inner jaxpr")
+
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def bind(eqn: Eqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Applies an equation's primitive to `args`, with its own or other parameters."""
+    made = eqn.primitive.get_bind_params(dict(eqn.params) if params is None else params)
+    subfuns, bind_params = made if isinstance(made, tuple) else ([], made)
+    out = eqn.primitive.bind(*subfuns, *args, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def eqn_context(eqn: Eqn) -> Iterator[None]:
+    """Everything an equation was traced under: name stack, source line, contexts (matmul precision, ...)."""
+    info = eqn.source_info
+    name_stack = _source_info_util.current_name_stack() + info.name_stack
+    with _source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        yield
+
+
+def name_stack(eqn: Eqn) -> str:
+    return str(eqn.source_info.name_stack)
+
+
+def source_line(eqn: Eqn) -> str:
+    """`file.py:line (function)` of the user's code behind an equation, or "" if unknown."""
+    frame = _source_info_util.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def is_extended(dtype: Any) -> bool:
+    """Whether a dtype is opaque to sharding arithmetic (PRNG keys)."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def itemsize(aval: Any) -> int:
+    """Bytes per element; PRNG keys count their key data."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    if is_extended(dtype):
+        shape = getattr(getattr(dtype, "_impl", None), "key_shape", (2,))
+        return 4 * int(np.prod(shape))
+    return int(np.dtype(dtype).itemsize)
+
+
+def has_shape(aval: Any) -> bool:
+    return hasattr(aval, "shape") and hasattr(aval, "dtype")
+
+
+def get_aval(x: Any) -> Any:
+    return getattr(x, "aval", None) or _core.get_aval(x)
+
+
+def axis_types_auto(count: int) -> tuple[Any, ...]:
+    return (jax.sharding.AxisType.Auto,) * count
+
+
+def backend_started() -> bool:
+    """Whether JAX already made its devices (then their number can't be changed)."""
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge._backends)
