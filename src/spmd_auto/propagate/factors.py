@@ -17,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from spmd_auto.errors import RuleError
 
@@ -55,7 +57,8 @@ class Factor:
         return self.kind in (Kind.PASS, Kind.REDUCE)
 
 
-Rule = tuple[Factor, ...]
+Rule: TypeAlias = tuple[Factor, ...]
+Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
 _LABEL = re.compile(r"[A-Za-z]\w*|[-1.]")
 
@@ -64,12 +67,13 @@ def _shapes_of(side: str) -> list[list[str]]:
     return [_LABEL.findall(group) for group in re.findall(r"\(([^)]*)\)", side)]
 
 
-def parse_rule(text: str, operand_shapes: list[tuple[int, ...]], result_shapes: list[tuple[int, ...]]) -> Rule:
+def parse_rule(text: str, operand_shapes: Shapes, result_shapes: Shapes) -> Rule:
     """Reads a rule written as `"(i k),(k j)->(i j) reduction={k}"`.
 
     Each dimension carries one label; `-` marks a dimension without a factor (needed whole).
     `reduction={..}`, `need_replication={..}` and `permutation={..}` name the kinds of labels;
-    `combine=max` sets how partial results combine.
+    `combine=max` sets how partial results combine; `major={i=4}` says that the factor `i` has 4 elements
+    and is the major part of the dimensions it stands on, where they are larger.
 
     Raises:
       RuleError: the text does not fit the shapes, or a label has two sizes.
@@ -92,7 +96,9 @@ def parse_rule(text: str, operand_shapes: list[tuple[int, ...]], result_shapes: 
             f"rule {text!r} has {len(groups)} operands and {len(outs)} results; "
             f"the operation has {len(operand_shapes)} and {len(result_shapes)}"
         )
-    sizes: dict[str, int] = {}
+    major = re.search(r"major=\{([^}]*)\}", tail)
+    given = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", major.group(1) if major else "")}
+    sizes: dict[str, int] = dict(given)
     where: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
     for side, (labels, shapes) in enumerate(((groups, operand_shapes), (outs, result_shapes))):
         for position, (names, shape) in enumerate(zip(labels, shapes, strict=True)):
@@ -101,7 +107,7 @@ def parse_rule(text: str, operand_shapes: list[tuple[int, ...]], result_shapes: 
             for dim, (name, size) in enumerate(zip(names, shape, strict=True)):
                 if name in "-.1":
                     continue
-                if sizes.setdefault(name, size) != size:
+                if sizes.setdefault(name, size) != size and (name not in given or size % given[name]):
                     raise RuleError(f"rule {text!r}: label {name} has sizes {sizes[name]} and {size}")
                 where.setdefault(name, ([], []))[side].append((position, dim))
     return tuple(
@@ -116,12 +122,15 @@ def parse_rule(text: str, operand_shapes: list[tuple[int, ...]], result_shapes: 
     )
 
 
-def format_rule(rule: Rule, operand_shapes: list[tuple[int, ...]], result_shapes: list[tuple[int, ...]]) -> str:
-    """Writes a rule in the grammar of `parse_rule`; the inverse of it for rules of whole dimensions."""
+def format_rule(rule: Rule, operand_shapes: Shapes, result_shapes: Shapes) -> str:
+    """Writes a rule in the grammar of `parse_rule`, and is the inverse of it.
+
+    Two REDUCE factors with different `combine` can't be written (no operation has them).
+    """
     names = "ijklmnopqrstuvwxyzabcdefgh"
     label = {index: names[index] if index < len(names) else f"f{index}" for index in range(len(rule))}
 
-    def side(shapes: list[tuple[int, ...]], which: str) -> str:
+    def side(shapes: Shapes, which: str) -> str:
         grid = [["-"] * len(shape) for shape in shapes]
         for index, factor in enumerate(rule):
             for position, dim in getattr(factor, which):
@@ -133,5 +142,13 @@ def format_rule(rule: Rule, operand_shapes: list[tuple[int, ...]], result_shapes
         chosen = [label[index] for index, factor in enumerate(rule) if factor.kind is kind]
         if chosen:
             text += f" {word}={{{', '.join(chosen)}}}"
+    shapes_of = {"operands": operand_shapes, "results": result_shapes}
+    major = [
+        f"{label[index]}={factor.size}"
+        for index, factor in enumerate(rule)
+        if any(shapes_of[which][k][d] != factor.size for which in shapes_of for k, d in getattr(factor, which))
+    ]
+    if major:
+        text += f" major={{{', '.join(major)}}}"
     combines = {factor.combine for factor in rule if factor.kind is Kind.REDUCE} - {"add"}
     return text + (f" combine={combines.pop()}" if combines else "")

@@ -1,0 +1,73 @@
+"""Which rule belongs to which primitive.
+
+Rules are keyed by the primitive's *name*, so that one table serves every JAX release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spmd_auto.errors import RuleError
+from spmd_auto.propagate.factors import Rule, Shapes, parse_rule
+from spmd_auto.propagate.rules import born, contraction, elementwise, indexing, linalg, reduction, shape, window
+from spmd_auto.propagate.rules.build import Params, RuleLike
+
+_TABLE: dict[str, RuleLike] = {}
+for _family in (elementwise, shape, contraction, reduction, indexing, born, window, linalg):
+    _TABLE.update(_family.RULES)
+
+
+def register_rule(name: str, rule: RuleLike) -> None:
+    """Adds or replaces the rule of a primitive.
+
+    Args:
+      name: the primitive's name, as a jaxpr prints it.
+      rule: a text in the grammar of `parse_rule`, or a function `(params, operand_shapes, result_shapes)` that
+        returns such a text or the factors themselves.
+    """
+    _TABLE[name] = rule
+
+
+def known_primitives() -> frozenset[str]:
+    """Names of all primitives that have a rule."""
+    return frozenset(_TABLE)
+
+
+def rule_for(name: str, params: Params, operands: Sequence[Any], results: Sequence[Any]) -> Rule | None:
+    """The factors of one operation, always in the same order; None for an unknown primitive.
+
+    A dimension on which no factor stands is needed whole (operand) or born whole (result).
+
+    Args:
+      name: the primitive's name.
+      params: the equation's parameters.
+      operands: anything with a `shape` (an aval); what has none counts as a scalar.
+      results: likewise.
+
+    Raises:
+      RuleError: the rule does not fit the shapes.
+    """
+    rule = _TABLE.get(name)
+    if rule is None:
+        return None
+    operand_shapes = [tuple(getattr(aval, "shape", ())) for aval in operands]
+    result_shapes = [tuple(getattr(aval, "shape", ())) for aval in results]
+    made = rule if isinstance(rule, str) else rule(params, operand_shapes, result_shapes)
+    factors = parse_rule(made, operand_shapes, result_shapes) if isinstance(made, str) else made
+    _check(name, factors, operand_shapes, result_shapes)
+    return factors
+
+
+def _check(name: str, rule: Rule, operand_shapes: Shapes, result_shapes: Shapes) -> None:
+    """Each dimension carries at most one factor, which divides it."""
+    for side, shapes in (("operands", operand_shapes), ("results", result_shapes)):
+        seen: set[tuple[int, int]] = set()
+        for factor in rule:
+            for place in getattr(factor, side):
+                position, dim = place
+                if place in seen:
+                    raise RuleError(f"rule of {name}: two factors on dimension {dim} of {side}[{position}]")
+                seen.add(place)
+                if position >= len(shapes) or dim >= len(shapes[position]) or shapes[position][dim] % factor.size:
+                    raise RuleError(f"rule of {name}: {factor} does not fit {side} of shapes {list(shapes)}")
