@@ -1,0 +1,198 @@
+"""The forms an operation can take under given specs, each with its price.
+
+A form gives each mesh axis to one of the operation's factors, or to none (the work is then done by all
+devices of the axis).  Candidates are the factors that already hold the axis on an operand or a result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from spmd_auto.cost.compute import compute_seconds
+from spmd_auto.cost.reshard import ReshardTable
+from spmd_auto.mesh.collectives import ALL_REDUCE, REDUCE_SCATTER, Transfer, collective
+from spmd_auto.mesh.logical import LogicalMesh, Spec, local_bytes
+from spmd_auto.propagate.assignment import axis_places, make_spec
+from spmd_auto.propagate.factors import Factor, Kind
+from spmd_auto.propagate.graph import Op
+
+# Operations that lowering can write out as a manual `shard_map` with staged reductions.
+STAGEABLE = ("dot_general", "gather")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpForm:
+    """One way to run an operation.
+
+    Attributes:
+      choice: for each mesh axis the factor (index into the rule) that holds it, or None.
+      targets: specs the operands must have.
+      raws: specs of the raw results, before partial sums are combined.
+      reductions: collectives that combine the partial sums.
+      reshards: collectives that bring the combined result into its own spec.
+      compute: seconds of the local operation.
+      flops: FLOP of the local operation.
+      after: seconds of compute, reshards and, unless they are shared with a sum group, reductions.
+      total: `after` and this operation's share of its operands' reshards; what forms compete by.
+    """
+
+    choice: tuple[int | None, ...]
+    targets: tuple[Spec, ...]
+    raws: tuple[Spec, ...]
+    reductions: tuple[Transfer, ...]
+    reshards: tuple[Transfer, ...]
+    compute: float
+    flops: float
+    after: float
+    total: float
+
+
+class OperationTable:
+    """All forms of operations on one mesh, cheapest first (memoised by signature and specs)."""
+
+    def __init__(self, mesh: LogicalMesh, reshards: ReshardTable):
+        self.mesh, self.reshards = mesh, reshards
+        self._memo: dict[object, tuple[OpForm, ...]] = {}
+
+    def forms(
+        self,
+        op: Op,
+        operands: tuple[Spec, ...],
+        results: tuple[Spec, ...],
+        shared_sum: int,
+        shared_operands: tuple[int, ...],
+    ) -> tuple[OpForm, ...]:
+        """All forms of `op` for operands and results stored under the given specs.
+
+        Args:
+          shared_sum: number of operations whose partial sums are combined together (1: alone).
+          shared_operands: for each operand among how many operations a reshard of it is shared.
+        """
+        key = (op.signature, operands, results, shared_sum, shared_operands)
+        found = self._memo.get(key)
+        if found is None:
+            candidates = [self._candidates(op, axis, operands, results) for axis in range(len(self.mesh.sizes))]
+            made = []
+            for choice in itertools.product(*candidates):
+                form = self._price(op, choice, operands, results, shared_sum, shared_operands)
+                if form is not None:
+                    made.append(form)
+            # the sort is stable, so equal prices keep the order of choices
+            found = self._memo[key] = tuple(sorted(made, key=lambda form: form.total))
+        return found
+
+    def _candidates(
+        self, op: Op, axis: int, operands: tuple[Spec, ...], results: tuple[Spec, ...]
+    ) -> list[int | None]:
+        found: list[int | None] = [None]
+        for index, factor in enumerate(op.rule):
+            if not factor.splittable:
+                continue
+            if any(axis in operands[k][d] for k, d in factor.operands) or any(
+                axis in results[k][d] for k, d in factor.results
+            ):
+                found.append(index)
+        return found
+
+    def _arrange(
+        self, rule: Sequence[Factor], choice: tuple[int | None, ...], operands: tuple[Spec, ...], results: tuple[Spec, ...]
+    ) -> list[tuple[int, int]] | None:
+        """(mesh axis, factor) in the order of majors that the stored specs suggest; None if one doesn't divide."""
+        arranged: list[tuple[int, int]] = []
+        for index in dict.fromkeys(f for f in choice if f is not None):
+            factor = rule[index]
+            stored = [operands[k][d] for k, d in factor.operands] + [results[k][d] for k, d in factor.results]
+            pieces = 1
+            seen: set[int] = set()
+            for axes in sorted(stored, key=lambda axes: -len(axes)):
+                for axis in axes:
+                    if axis in seen or choice[axis] != index:
+                        continue
+                    seen.add(axis)
+                    pieces *= self.mesh.sizes[axis]
+                    arranged.append((axis, index))
+            if factor.size % pieces:
+                return None
+        return arranged
+
+    def _price(
+        self,
+        op: Op,
+        choice: tuple[int | None, ...],
+        operands: tuple[Spec, ...],
+        results: tuple[Spec, ...],
+        shared_sum: int,
+        shared_operands: tuple[int, ...],
+    ) -> OpForm | None:
+        mesh = self.mesh
+        arranged = self._arrange(op.rule, choice, operands, results)
+        if arranged is None:
+            return None
+        at_operand: list[dict[int, int]] = [{} for _ in op.operands]
+        at_result: list[dict[int, int]] = [{} for _ in op.results]
+        partial: list[int] = []
+        pieces = 1
+        for axis, index in arranged:
+            factor = op.rule[index]
+            for k, d in factor.operands:
+                at_operand[k][axis] = d
+            for k, d in factor.results:
+                at_result[k][axis] = d
+            if factor.kind is Kind.REDUCE:
+                partial.append(axis)
+            pieces *= mesh.sizes[axis]
+        targets, incoming = [], 0.0
+        for k, value in enumerate(op.operands):
+            target = make_spec(len(value.shape), at_operand[k])
+            targets.append(target)
+            if value.placed:
+                incoming += self.reshards.price(value.bytes, operands[k], target).seconds / shared_operands[k]
+        raws, reductions, reshards = [], [], []
+        for k, value in enumerate(op.results):
+            raw = make_spec(len(value.shape), at_result[k])
+            raws.append(raw)
+            combined, spec = self._combine(op, value.bytes, raw, results[k], partial, shared_sum)
+            reductions += combined
+            reshards += self.reshards.price(value.bytes, spec, results[k]).transfers
+        seconds, flops = compute_seconds(mesh, op, targets, raws, pieces)
+        reducing = sum(t.seconds for t in reductions)
+        after = seconds + sum(t.seconds for t in reshards)
+        if shared_sum == 1:
+            after += reducing
+            total = incoming + after
+        else:
+            total = incoming + after + reducing / shared_sum
+        return OpForm(
+            choice, tuple(targets), tuple(raws), tuple(reductions), tuple(reshards), seconds, flops, after, total
+        )
+
+    def _combine(
+        self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: list[int], shared_sum: int
+    ) -> tuple[list[Transfer], Spec]:
+        """Collectives that turn a partial sum of spec `raw` into a whole value, scattered where `wanted` is split."""
+        if not partial:
+            return [], raw
+        mesh = self.mesh
+        size = local_bytes(mesh, total_bytes, raw)
+        place = axis_places(wanted)
+        current = axis_places(raw)
+        scattered = [a for a in partial if a in place and a not in current]
+        if len({place[a] for a in scattered}) > 1 and (shared_sum > 1 or op.name not in STAGEABLE):
+            # a constraint can't say this: XLA makes one full all-reduce and slices
+            return [collective(mesh, ALL_REDUCE, partial, size)], raw
+        order = {axis: position for axes in wanted for position, axis in enumerate(axes)}
+        by_dim: dict[int, list[int]] = {}
+        for axis in sorted(scattered, key=lambda a: order[a]):
+            by_dim.setdefault(place[axis], []).append(axis)
+        made = []
+        for dim, axes in sorted(by_dim.items(), key=lambda item: -max(mesh.links[a].bandwidth for a in item[1])):
+            made.append(collective(mesh, REDUCE_SCATTER, axes, size))
+            for axis in axes:
+                size /= mesh.sizes[axis]
+                current[axis] = dim
+        whole = [a for a in partial if a not in scattered]
+        if whole:
+            made.append(collective(mesh, ALL_REDUCE, whole, size))
+        return made, make_spec(len(raw), current)

@@ -1,0 +1,71 @@
+"""The collectives that turn one spec of a value into another, and their price."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from spmd_auto.mesh.collectives import ALL_GATHER, ALL_TO_ALL, PERMUTE, Transfer, collective
+from spmd_auto.mesh.logical import LogicalMesh, Spec, local_bytes
+from spmd_auto.propagate.assignment import axis_places
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reshard:
+    """Seconds and transfers; slicing is free."""
+
+    seconds: float = 0.0
+    transfers: tuple[Transfer, ...] = ()
+
+
+NOTHING = Reshard()
+
+
+class ReshardTable:
+    """Prices of reshards on one mesh (memoised)."""
+
+    def __init__(self, mesh: LogicalMesh):
+        self.mesh = mesh
+        self._memo: dict[tuple[int, Spec, Spec], Reshard] = {}
+
+    def price(self, total_bytes: int, source: Spec, target: Spec) -> Reshard:
+        """Prices `source` -> `target` for a value of `total_bytes` unsplit.
+
+        Order: slice what the target adds, exchange what moves to another dimension, gather what it drops
+        (slow axes first, while the pieces are small).
+        """
+        if source == target:
+            return NOTHING
+        key = (total_bytes, source, target)
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = self._compute(total_bytes, source, target)
+        return found
+
+    def _compute(self, total: int, source: Spec, target: Spec) -> Reshard:
+        mesh = self.mesh
+        size = local_bytes(mesh, total, source)
+        have, want = axis_places(source), axis_places(target)
+        moves: list[Transfer] = []
+        for dim in range(len(source)):
+            kept = tuple(a for a in source[dim] if a in target[dim])
+            if kept and (kept != source[dim][: len(kept)] or kept != target[dim][: len(kept)]):
+                # the same axes in another order of major and minor: pieces change places
+                axes = tuple(sorted(set(source[dim]) | set(target[dim])))
+                moves.append(collective(mesh, PERMUTE, axes, min(size, local_bytes(mesh, total, target))))
+        for axis in want:
+            if axis not in have:
+                size /= mesh.sizes[axis]
+        exchanged: dict[tuple[int, int], list[int]] = {}
+        dropped: dict[int, list[int]] = {}
+        for axis, dim in have.items():
+            if axis not in want:
+                dropped.setdefault(dim, []).append(axis)
+            elif want[axis] != dim:
+                exchanged.setdefault((dim, want[axis]), []).append(axis)
+        for axes in exchanged.values():
+            moves.append(collective(mesh, ALL_TO_ALL, axes, size))
+        for _, axes in sorted(dropped.items(), key=lambda item: min(mesh.links[a].bandwidth for a in item[1])):
+            for axis in axes:
+                size *= mesh.sizes[axis]
+            moves.append(collective(mesh, ALL_GATHER, axes, size))
+        return Reshard(sum(m.seconds for m in moves), tuple(moves))

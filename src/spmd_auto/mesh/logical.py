@@ -1,0 +1,114 @@
+"""The logical mesh: named axes with the links they run over. What costs and specs speak of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_auto import _compat
+from spmd_auto.errors import MeshError
+from spmd_auto.mesh.hardware import Chip, Link
+
+# For each dimension of a value the mesh axes (by index, major first) it is split over.
+Spec = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogicalMesh:
+    """Axes in device order (first is outermost).
+
+    Attributes:
+      names, sizes, links: one entry per axis.
+      chip: what each device is.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    links: tuple[Link, ...]
+    chip: Chip
+
+    @property
+    def device_count(self) -> int:
+        return math.prod(self.sizes)
+
+    def describe(self) -> str:
+        inner = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+        return f"({inner}) of {self.chip.name}"
+
+    def partition_spec(self, spec: Spec) -> jax.sharding.PartitionSpec:
+        """The PartitionSpec of a spec, in canonical form (no trailing None)."""
+        entries: list[Any] = [
+            None if not axes else self.names[axes[0]] if len(axes) == 1 else tuple(self.names[a] for a in axes)
+            for axes in spec
+        ]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return jax.sharding.PartitionSpec(*entries)
+
+    def spec(self, partition_spec: Any, rank: int) -> Spec:
+        """The inverse of `partition_spec`.
+
+        Raises:
+          MeshError: an axis that the mesh does not have, or one used twice, or too many entries.
+        """
+        entries = tuple(partition_spec)
+        if len(entries) > rank:
+            raise MeshError(f"{partition_spec} has {len(entries)} entries for an array of rank {rank}")
+        out: list[tuple[int, ...]] = []
+        seen: set[str] = set()
+        for entry in entries:
+            axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            for axis in axes:
+                if axis not in self.names:
+                    raise MeshError(
+                        f"{partition_spec} names the mesh axis {axis!r}",
+                        f"the mesh has {', '.join(map(repr, self.names))}",
+                        [f"use one of {self.names}"],
+                    )
+                if axis in seen:
+                    raise MeshError(f"{partition_spec} uses the mesh axis {axis!r} twice")
+                seen.add(axis)
+            out.append(tuple(self.names.index(a) for a in axes))
+        return tuple(out) + ((),) * (rank - len(entries))
+
+    def build(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+        """A jax Mesh over `devices` (default: all of this process' backend), with Auto axes.
+
+        Raises:
+          MeshError: not as many devices as the mesh has places.
+        """
+        devices = jax.devices() if devices is None else list(devices)
+        if len(devices) < self.device_count:
+            raise MeshError(
+                f"the mesh {self.describe()} needs {self.device_count} devices, {len(devices)} are there",
+                "a plan is for a fixed number of devices",
+                [
+                    f"plan again for {len(devices)} devices",
+                    f"spmd_auto.simulate_devices({self.device_count}) before JAX starts, to try it on this CPU",
+                ],
+            )
+        kinds = sorted({getattr(d, "device_kind", "?") for d in devices})
+        if len(kinds) > 1:
+            raise MeshError(
+                f"devices of several kinds: {', '.join(kinds)}", "one plan splits work evenly over equal devices"
+            )
+        grid = np.array(devices[: self.device_count], dtype=object).reshape(self.sizes)
+        return jax.sharding.Mesh(grid, self.names, axis_types=_compat.axis_types_auto(len(self.names)))
+
+
+def shard_fraction(mesh: LogicalMesh, spec: Spec) -> float:
+    """The share of a value that one device holds under a spec."""
+    fraction = 1.0
+    for axes in spec:
+        for axis in axes:
+            fraction /= mesh.sizes[axis]
+    return fraction
+
+
+def local_bytes(mesh: LogicalMesh, total: float, spec: Spec) -> float:
+    return total * shard_fraction(mesh, spec)

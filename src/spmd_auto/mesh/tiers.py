@@ -1,0 +1,167 @@
+"""Devices as tiers of links, and the logical meshes a search may build from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from typing import Any
+
+import jax
+
+from spmd_auto.errors import MeshError
+from spmd_auto.mesh.hardware import Chip, Link, load_profile
+from spmd_auto.mesh.logical import LogicalMesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tier:
+    """`size` groups of devices joined by one kind of link."""
+
+    name: str
+    size: int
+    link: Link
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cluster:
+    """Tiers from the outermost (slowest) to the innermost; devices are numbered in that order."""
+
+    chip: Chip
+    tiers: tuple[Tier, ...]
+
+    @property
+    def device_count(self) -> int:
+        return math.prod(tier.size for tier in self.tiers)
+
+    def describe(self) -> str:
+        inner = " x ".join(f"{tier.size} {tier.name}" for tier in self.tiers)
+        return f"{self.device_count} {self.chip.name} ({inner})"
+
+    def mesh(self, **sizes: int) -> LogicalMesh:
+        """A mesh with axes of your own names and sizes, outermost first: `cluster.mesh(data=4, model=4)`.
+
+        Raises:
+          MeshError: the sizes do not multiply to the number of devices, or an axis straddles a tier unevenly.
+        """
+        if math.prod(sizes.values()) != self.device_count:
+            raise MeshError(
+                f"mesh {sizes} has {math.prod(sizes.values())} places for {self.device_count} devices",
+                "every device must have exactly one place",
+                [f"sizes whose product is {self.device_count}"],
+            )
+        links = [self._slowest(stride) for stride in _strides(list(sizes.values()))]
+        return LogicalMesh(tuple(sizes), tuple(sizes.values()), tuple(links), self.chip)
+
+    def _slowest(self, span: tuple[int, int]) -> Link:
+        """The slowest link crossed between devices `stride` apart within `stride * size`."""
+        stride, size = span
+        inner = 1
+        crossed = []
+        for tier in reversed(self.tiers):
+            outer = inner * tier.size
+            if stride < outer and stride * size > inner and tier.size > 1:
+                crossed.append(tier.link)
+            inner = outer
+        return min(crossed, key=lambda link: link.bandwidth) if crossed else self.tiers[-1].link
+
+    def meshes(self, limit: int = 6) -> list[LogicalMesh]:
+        """Meshes worth searching: each tier whole, and tiers split in two; at most three axes."""
+        tiers = [tier for tier in self.tiers if tier.size > 1] or [self.tiers[-1]]
+        splits = [[(tier.size,)] + [(tier.size // k, k) for k in _divisors(tier.size)] for tier in tiers]
+        found: list[LogicalMesh] = []
+        choices = sorted(itertools.product(*splits), key=lambda c: sum(map(len, c)))
+        for choice in choices:
+            if sum(map(len, choice)) > 3:
+                continue
+            names, sizes, links = [], [], []
+            for tier, factors in zip(tiers, choice, strict=True):
+                for index, size in enumerate(factors):
+                    names.append(tier.name if len(factors) == 1 else f"{tier.name}{index}")
+                    sizes.append(size)
+                    links.append(tier.link)
+            found.append(LogicalMesh(tuple(names), tuple(sizes), tuple(links), self.chip))
+        return found[:limit]
+
+
+def _divisors(n: int) -> list[int]:
+    """Second factors of a split of n, the most even ones first."""
+    divisors = [k for k in range(2, int(math.isqrt(n)) + 1) if n % k == 0]
+    return divisors[::-1]
+
+
+def _strides(sizes: list[int]) -> list[tuple[int, int]]:
+    out, stride = [], 1
+    for size in reversed(sizes):
+        out.append((stride, size))
+        stride *= size
+    return out[::-1]
+
+
+def cluster(chip: str, *, hosts: int = 1, per_host: int | None = None, topology: str | None = None) -> Cluster:
+    """A cluster that need not exist: `cluster("h100", hosts=64)`, `cluster("v5p", topology="8x8x8")`.
+
+    Raises:
+      MeshError: unknown chip, or a topology that the chip cannot have.
+    """
+    profile = load_profile(chip)
+    if profile.torus:
+        if topology is None:
+            raise MeshError(
+                f"{chip} chips form a torus: its shape is needed", "", [f'cluster("{chip}", topology="4x4")']
+            )
+        sizes = [int(n) for n in re.findall(r"\d+", topology)]
+        if len(sizes) != profile.torus or min(sizes) < 1:
+            raise MeshError(
+                f"topology {topology!r} for {chip}", f"{chip} is a torus of {profile.torus} dimensions", [
+                    'x'.join(['4'] * profile.torus)
+                ]
+            )
+        tiers = []
+        for name, size in zip("xyz", sizes, strict=False):
+            # a closed ring sends both ways round
+            ways = 2 if size >= profile.wraps_at else 1
+            tiers.append(Tier(name, size, Link(profile.inside.bandwidth * ways, profile.inside.latency)))
+        return Cluster(profile.chip, tuple(tiers))
+    if topology is not None:
+        raise MeshError(f"{chip} has no topology argument", "its links are switched", [f'cluster("{chip}", hosts=2)'])
+    inner = Tier("gpu" if profile.chip.platform == "gpu" else "device", per_host or profile.per_host, profile.inside)
+    if hosts == 1 or profile.between is None:
+        return Cluster(profile.chip, (inner,))
+    return Cluster(profile.chip, (Tier("host", hosts, profile.between), inner))
+
+
+_KINDS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
+_KINDS |= {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6": "v6e"}
+
+
+def profile_of_device(device: Any) -> str:
+    """The profile for a device that is there; "cpu" for one that no profile fits."""
+    kind = str(getattr(device, "device_kind", ""))
+    return next((name for mark, name in _KINDS.items() if mark in kind), "cpu")
+
+
+def cluster_of(devices: list[Any] | None = None) -> Cluster:
+    """The cluster of the devices at hand: hosts and devices per host, as JAX reports them."""
+    devices = jax.devices() if devices is None else devices
+    hosts = len({d.process_index for d in devices})
+    profile = load_profile(profile_of_device(devices[0]))
+    link = profile.inside
+    per_host = len(devices) // hosts
+    if hosts * per_host != len(devices):
+        raise MeshError(
+            f"{len(devices)} devices on {hosts} hosts", "every host must have the same number of devices"
+        )
+    inner = Tier("device", per_host, link)
+    if hosts == 1:
+        return Cluster(profile.chip, (inner,))
+    return Cluster(profile.chip, (Tier("host", hosts, profile.between or link), inner))
+
+
+def logical_mesh_of(mesh: jax.sharding.Mesh) -> LogicalMesh:
+    """The logical mesh of a jax Mesh that the user gave: its axes, names and order are kept."""
+    devices = list(mesh.devices.flat)
+    known = cluster_of(devices)
+    sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+    return known.mesh(**{str(name): int(size) for name, size in sizes.items()})

@@ -1,0 +1,128 @@
+"""An assignment: which mesh axes each logical axis gets, and the spec of every value that follows from it.
+
+Assignments stand in one global order.  Each dimension of a value takes its mesh axes unless an earlier
+one holds them; a *flip* reverses that order in one region; a parameter's *form* may add a further split
+(ZeRO).  Nothing here knows prices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from spmd_auto.propagate.analysis import Analysis
+from spmd_auto.propagate.forms import Form
+
+Spec = tuple[tuple[int, ...], ...]
+FormKey = tuple[int, Form]  # (parameter group, form)
+Split = tuple[int, int]  # (axis group, mesh axis)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assignment:
+    """A strategy.
+
+    Attributes:
+      order: (axis group, mesh axis), strongest first.
+      flips: (region, mesh axis) where the weaker of two contenders wins.
+      forms: extra splits of parameters' forms: ((group, form), candidates), sorted by key; for each mesh axis
+        the first candidate dimension that it divides is taken.
+    """
+
+    order: tuple[Split, ...] = ()
+    flips: frozenset[tuple[int, int]] = frozenset()
+    forms: tuple[tuple[FormKey, tuple[Split, ...]], ...] = ()
+
+    def form(self, key: FormKey | None) -> tuple[Split, ...]:
+        if key is None:
+            return ()
+        return next((splits for k, splits in self.forms if k == key), ())
+
+
+class SpecTable:
+    """Specs of all value classes under assignments, on a mesh of given axis sizes (memoised)."""
+
+    def __init__(self, analysis: Analysis, axis_sizes: Sequence[int], pinned: Sequence[Spec] = ()):
+        self.classes = analysis.classes.values
+        self.sizes = tuple(axis_sizes)
+        self.pinned = tuple(pinned)
+        self._groups = [frozenset(c.groups) for c in self.classes]
+        self._regions = [frozenset(r for r in c.regions if r >= 0) for c in self.classes]
+        self._memo: dict[object, Spec] = {}
+        self._forms_memo: dict[int, dict[FormKey, tuple[Split, ...]]] = {}
+
+    def all(self, assignment: Assignment) -> list[Spec]:
+        return [self.of(c, assignment) for c in range(len(self.classes))]
+
+    def of(self, index: int, assignment: Assignment) -> Spec:
+        groups, regions = self._groups[index], self._regions[index]
+        form = self.classes[index].form
+        key = (
+            index,
+            tuple([split for split in assignment.order if split[0] in groups]),
+            frozenset([flip for flip in assignment.flips if flip[0] in regions]) if regions else None,
+            assignment.form(form) if form is not None and assignment.forms else None,
+        )
+        spec = self._memo.get(key)
+        if spec is None:
+            spec = self._memo[key] = self._compute(index, assignment)
+        return spec
+
+    def _compute(self, index: int, assignment: Assignment) -> Spec:
+        cls = self.classes[index]
+        rank = len(cls.shape)
+        if cls.pin is not None:
+            return self.pinned[cls.pin]
+        if not cls.placed:
+            return ((),) * rank
+        taken: dict[int, int] = {}  # mesh axis -> dimension, in the order of majors
+        parts = [1] * rank
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for position, (group, axis) in enumerate(assignment.order):
+            for dim in range(rank):
+                if cls.groups[dim] == group:
+                    wanted.setdefault(axis, []).append((position, dim))
+        for axis in sorted(wanted):
+            n = self.sizes[axis]
+            able = [(p, d) for p, d in wanted[axis] if cls.shape[d] % (parts[d] * n) == 0]
+            if not able:
+                continue
+            dim = able[0][1] if len(able) == 1 else self._contest(cls.regions, rank, sorted(able), axis, assignment)
+            taken[axis] = dim
+            parts[dim] *= n
+        for group, axis in sorted(assignment.form(cls.form), key=lambda split: split[1]):
+            if axis in taken:
+                continue
+            n = self.sizes[axis]
+            for dim in range(rank):
+                if cls.groups[dim] == group and cls.shape[dim] % (parts[dim] * n) == 0:
+                    taken[axis] = dim
+                    parts[dim] *= n
+                    break
+        return make_spec(rank, taken)
+
+    @staticmethod
+    def _contest(
+        regions: tuple[int, ...], rank: int, able: list[tuple[int, int]], axis: int, assignment: Assignment
+    ) -> int:
+        """The dimension that wins most of its pairs; the order decides a pair unless its region is flipped."""
+        pairs = {pair: k for k, pair in enumerate(itertools.combinations(range(rank), 2))}
+        wins = dict.fromkeys((d for _, d in able), 0)
+        for (_, i), (_, j) in itertools.combinations(able, 2):
+            region = regions[pairs[min(i, j), max(i, j)]]
+            wins[j if (region, axis) in assignment.flips else i] += 1
+        return max(able, key=lambda entry: (wins[entry[1]], -entry[0], -entry[1]))[1]
+
+
+def make_spec(rank: int, taken: dict[int, int]) -> Spec:
+    """A spec from {mesh axis: dimension}; axes stand in a dimension in the order of the dict, major first."""
+    dims: list[list[int]] = [[] for _ in range(rank)]
+    for axis, dim in taken.items():
+        dims[dim].append(axis)
+    return tuple(tuple(axes) for axes in dims)
+
+
+def axis_places(spec: Spec) -> dict[int, int]:
+    """{mesh axis: dimension} of a spec."""
+    return {axis: dim for dim, axes in enumerate(spec) for axis in axes}

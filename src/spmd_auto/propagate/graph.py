@@ -1,0 +1,307 @@
+"""The program as a flat list of operations with factors: calls inlined, loops entered once with their trip count.
+
+A scan becomes *link* operations (`carry_in`, `xs`, `carry`, `carry_out`, `ys`) around its body, so that
+dimensions flow through it like through any other operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmd_auto import _compat
+from spmd_auto.propagate.factors import Factor, Rule
+from spmd_auto.propagate.rules import rule_for
+from spmd_auto.trace import Program, Role
+
+# Bits of `Value.depends`: which roles of arguments a value is computed from.
+PARAMETER, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
+_BIT = {
+    Role.PARAMETER: PARAMETER,
+    Role.OPTIMIZER: OPTIMIZER,
+    Role.BATCH: BATCH,
+    Role.COUNTER: OTHER,
+    Role.KEY: OTHER,
+}
+
+LINKS = ("carry_in", "xs", "carry", "carry_out", "ys", "branch")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
+
+Site = tuple[int, ...]  # indices of equations from the outermost jaxpr inwards (branches of a cond count too)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Value:
+    """One array of the flat program. `depends` has a bit per role of the arguments it is computed from."""
+
+    id: int
+    shape: tuple[int, ...]
+    itemsize: int
+    opaque: bool  # PRNG keys: never constrained
+    depends: int = 0
+    path: str = ""  # of an argument
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def placed(self) -> bool:
+        """Whether it is worth a spec: an array computed from the arguments (the rest is cheap to recompute)."""
+        return bool(self.depends) and bool(self.shape) and not self.opaque
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Op:
+    """One operation. `trips` is how often it runs per step, `loop` the sites of the scans around it."""
+
+    id: int
+    name: str
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    rule: Rule
+    trips: int
+    loop: tuple[Site, ...]
+    site: Site
+    signature: int
+    flops: int = 0
+    eqn: Any = None
+
+    @property
+    def cuts_regions(self) -> bool:
+        """Contractions, gathers and scatters: the two sides may order their mesh axes differently."""
+        return self.flops > 0 or self.name == "gather" or self.name.startswith("scatter")
+
+    @property
+    def source(self) -> str:
+        return _compat.source_line(self.eqn) if self.eqn is not None else ""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Loop:
+    """The scan at `site`: values of the body's inputs and results (consts, carries, xs -> carries, ys)."""
+
+    site: Site
+    body_in: list[Value]
+    body_out: list[Value]
+    consts: int
+    carries: int
+    length: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Unknown:
+    """A primitive without a rule: kept whole, reported once."""
+
+    primitive: str
+    source: str
+    bytes: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Graph:
+    """The flat program: values, operations, loops, and where each equation went (`by_site`)."""
+
+    values: list[Value] = dataclasses.field(default_factory=list)
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    arguments: list[Value] = dataclasses.field(default_factory=list)
+    results: list[Value] = dataclasses.field(default_factory=list)
+    loops: dict[Site, Loop] = dataclasses.field(default_factory=dict)
+    by_site: dict[Site, Op] = dataclasses.field(default_factory=dict)
+    unknown: dict[str, Unknown] = dataclasses.field(default_factory=dict)
+    signatures: int = 0
+
+
+def build_graph(program: Program) -> Graph:
+    """Flattens a program. Raises nothing for unknown primitives: see `Graph.unknown`."""
+    return _Builder(program).graph
+
+
+class _Builder:
+    def __init__(self, program: Program):
+        self.graph = Graph()
+        self.signature_ids: dict[Any, int] = {}
+        self.loop: tuple[Site, ...] = ()
+        self.rules: dict[int, Rule] = {}
+        jaxpr = program.jaxpr
+        for leaf, var in zip(program.arguments, _compat.open_jaxpr(jaxpr).invars, strict=True):
+            value = self.value(var.aval, leaf.path)
+            value.depends = _BIT[leaf.role] if leaf.role is not None else OTHER
+            self.graph.arguments.append(value)
+        self.graph.results = self.run(jaxpr, self.graph.arguments, 1, ())
+        self.graph.signatures = len(self.signature_ids)
+
+    def value(self, aval: Any, path: str = "") -> Value:
+        shape = tuple(getattr(aval, "shape", ()))
+        opaque = not _compat.has_shape(aval) or _compat.is_extended(aval.dtype)
+        value = Value(len(self.graph.values), shape, _compat.itemsize(aval), opaque, 0, path)
+        self.graph.values.append(value)
+        return value
+
+    def run(self, jaxpr: Any, args: Sequence[Value], trips: int, site: Site) -> list[Value]:
+        inner = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, Value] = {}
+        for var, const in zip(inner.constvars, _compat.consts_of(jaxpr), strict=False):
+            env[var] = self.value(_compat.get_aval(const))
+        env.update(zip(inner.invars, args, strict=True))
+
+        def read(var: Any) -> Value:
+            return self.value(var.aval) if isinstance(var, _compat.Literal) else env[var]
+
+        for index, eqn in enumerate(inner.eqns):
+            results = self.apply(eqn, [read(v) for v in eqn.invars], trips, (*site, index))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in inner.outvars]
+
+    def apply(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
+        name = eqn.primitive.name
+        if name in CALLS:
+            return self.run(_compat.call_jaxpr(eqn), operands, trips, site)
+        handler = _CONTROL.get(name)
+        if handler is not None:
+            return handler(self, eqn, operands, trips, site)
+        results = [self.value(v.aval) for v in eqn.outvars]
+        self.emit(name, operands, results, trips, site, None, eqn)
+        return results
+
+    def emit(
+        self,
+        name: str,
+        operands: Sequence[Value],
+        results: Sequence[Value],
+        trips: int,
+        site: Site,
+        rule: Rule | None,
+        eqn: Any = None,
+    ) -> Op:
+        if rule is None:
+            rule = rule_for(name, eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+        if rule is None:
+            rule = ()
+            lost = sum(v.bytes for v in (*operands, *results))
+            seen = self.graph.unknown.setdefault(name, Unknown(name, _compat.source_line(eqn), 0))
+            seen.bytes += lost * trips
+        key = (
+            name,
+            tuple((v.shape, v.itemsize) for v in operands),
+            tuple((v.shape, v.itemsize) for v in results),
+            rule,
+        )
+        signature = self.signature_ids.setdefault(key, len(self.signature_ids))
+        flops = _flops(name, eqn, operands, results)
+        op = Op(
+            len(self.graph.ops), name, tuple(operands), tuple(results), rule, trips, self.loop, site, signature, flops, eqn
+        )
+        self.graph.ops.append(op)
+        if eqn is not None:
+            self.graph.by_site[site] = op
+        self.depend(op)
+        return op
+
+    @staticmethod
+    def depend(op: Op) -> bool:
+        bits = 0
+        for v in op.operands:
+            bits |= v.depends
+        changed = False
+        for v in op.results:
+            if v.depends | bits != v.depends:
+                v.depends |= bits
+                changed = True
+        return changed
+
+    def link(
+        self, name: str, source: Value, target: Value, skip_source: int, skip_target: int, trips: int, site: Site
+    ) -> None:
+        """A link joins the dimensions of `source` and `target` one to one after skipping leading ones."""
+        rule = tuple(
+            Factor(source.shape[d + skip_source], ((0, d + skip_source),), ((0, d + skip_target),))
+            for d in range(len(source.shape) - skip_source)
+        )
+        self.emit(name, [source], [target], trips, site, rule)
+
+    def settle(self, first_op: int) -> None:
+        """Repeats dependence over the operations of a loop until its carries agree."""
+        while any([self.depend(op) for op in self.graph.ops[first_op:]]):
+            pass
+
+    # ---- control flow -------------------------------------------------------------------------
+
+    def scan(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
+        consts, carries = _compat.scan_counts(eqn.params)
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        outer, self.loop, first = self.loop, (*self.loop, site), len(self.graph.ops)
+        body_in: list[Value] = []
+        for k, (operand, var) in enumerate(zip(operands, _compat.open_jaxpr(body).invars, strict=True)):
+            if k < consts:
+                body_in.append(operand)
+                continue
+            value = self.value(var.aval)
+            stacked = k >= consts + carries
+            self.link("xs" if stacked else "carry_in", operand, value, int(stacked), 0, trips, site)
+            body_in.append(value)
+        body_out = self.run(body, body_in, trips * length, site)
+        self.graph.loops[site] = Loop(site, body_in, body_out, consts, carries, length)
+        results = []
+        for k, (value, var) in enumerate(zip(body_out, eqn.outvars, strict=True)):
+            result = self.value(var.aval)
+            stacked = k >= carries
+            self.link("ys" if stacked else "carry_out", value, result, 0, int(stacked), trips, site)
+            if not stacked:
+                self.link("carry", value, body_in[consts + k], 0, 0, trips * length, site)
+            results.append(result)
+        self.loop = outer
+        self.settle(first)
+        return results
+
+    def while_loop(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
+        """A while loop counts as one trip: its length is not known on paper."""
+        p = eqn.params
+        c, b = p["cond_nconsts"], p["body_nconsts"]
+        outer, self.loop, first = self.loop, (*self.loop, site), len(self.graph.ops)
+        start = operands[c + b :]
+        carry = [self.value(v.aval) for v in eqn.outvars]
+        for source, target in zip(start, carry, strict=True):
+            self.link("carry_in", source, target, 0, 0, trips, site)
+        self.run(p["cond_jaxpr"], [*operands[:c], *carry], trips, (*site, 0))
+        body_out = self.run(p["body_jaxpr"], [*operands[c : c + b], *carry], trips, (*site, 1))
+        self.graph.loops[site] = Loop(site, carry, body_out, 0, len(carry), 1)
+        results = [self.value(v.aval) for v in eqn.outvars]
+        for value, back, result in zip(body_out, carry, results, strict=True):
+            self.link("carry", value, back, 0, 0, trips, site)
+            self.link("carry_out", value, result, 0, 0, trips, site)
+        self.loop = outer
+        self.settle(first)
+        return results
+
+    def cond(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
+        """Every branch counts as taken: an upper bound of its price."""
+        results = [self.value(v.aval) for v in eqn.outvars]
+        for k, branch in enumerate(eqn.params["branches"]):
+            outs = self.run(branch, operands[1:], trips, (*site, k))
+            for value, result in zip(outs, results, strict=True):
+                self.link("branch", value, result, 0, 0, trips, site)
+        return results
+
+
+_CONTROL: dict[str, Callable[[_Builder, Any, list[Value], int, Site], list[Value]]] = {
+    "scan": _Builder.scan,
+    "while": _Builder.while_loop,
+    "cond": _Builder.cond,
+}
+
+
+def _flops(name: str, eqn: Any, operands: Sequence[Value], results: Sequence[Value]) -> int:
+    """Multiply-adds count two; only contractions count (the rest is bound by memory)."""
+    if name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        return 2 * math.prod(results[0].shape) * math.prod(operands[0].shape[d] for d in contract)
+    if name == "ragged_dot_general" or name == "ragged_dot":
+        return 2 * math.prod(operands[0].shape) * results[0].shape[-1]
+    if name == "conv_general_dilated":
+        spec = eqn.params["dimension_numbers"].rhs_spec
+        kernel = operands[1].shape
+        return 2 * math.prod(results[0].shape) * math.prod(kernel) // max(1, kernel[spec[0]])
+    return 0

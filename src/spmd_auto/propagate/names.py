@@ -1,0 +1,146 @@
+"""Names that a person recognises for groups of logical axes: batch, sequence, embed, heads, mlp, vocab, layers, ...
+
+Given by what an axis does (indexed into, stacked by a scan, shared by most parameters, batch of a
+contraction of activations, ...), never by what a model or layer is called; numbered beyond the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from spmd_auto.propagate.axes import Axes
+from spmd_auto.propagate.graph import BATCH, PARAMETER, Graph, Op
+from spmd_auto.trace import Program, Role
+
+
+def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
+    """Names for all groups that stand on an argument or a contraction of a value computed from them."""
+    names: dict[int, str] = {}
+    used: Counter[str] = Counter()
+
+    def give(group: int, name: str) -> None:
+        if group in names or axes.size[group] == 1:
+            return
+        used[name] += 1
+        names[group] = name if used[name] == 1 else f"{name}_{used[name]}"
+
+    for group in _stacked(graph, axes):
+        names[group] = "layers"  # all alike to a reader, and never assigned
+    batch_leaves = [
+        (leaf, value)
+        for leaf, value in zip(program.arguments, graph.arguments, strict=True)
+        if leaf.role is Role.BATCH and value.shape
+    ]
+    for _, value in batch_leaves:
+        give(axes.of[value.id][0], "batch")
+    for group in _indexed(graph, axes):
+        give(group, "vocab")
+    contractions = [op for op in graph.ops if op.flops and len(op.operands) >= 2]
+    stream = _parameter_axes(program, graph, axes, contractions)
+    for group in stream:
+        if group not in names and stream[group] > 2:
+            give(group, "embed")
+            break
+    for group in _expert_axes(contractions, axes):
+        give(group, "experts")
+    for group, kind in _activation_contractions(contractions, axes):
+        give(group, kind)
+    for leaf, value in batch_leaves:
+        if len(leaf.shape) > 1:
+            integer = leaf.itemsize <= 8 and getattr(leaf.dtype, "kind", "f") in "iu"
+            give(axes.of[value.id][1], "sequence" if integer or len(leaf.shape) == 3 else "features")
+        for group in axes.of[value.id][2:]:
+            give(group, "features")
+    for group in stream:
+        give(group, "mlp")
+    for value in graph.arguments:
+        for group in axes.of[value.id]:
+            give(group, "hidden")
+    for op in contractions:
+        for value in (*op.operands, *op.results):
+            if value.depends:
+                for group in axes.of[value.id]:
+                    give(group, "inner")
+    return names
+
+
+def _stacked(graph: Graph, axes: Axes) -> list[int]:
+    """Groups that scans iterate over, outermost first."""
+    out: dict[int, None] = {}
+    for op in graph.ops:
+        if op.name == "xs" and op.operands[0].depends & PARAMETER and op.operands[0].shape:
+            out.setdefault(axes.of[op.operands[0].id][0])
+        if op.name == "ys" and op.results[0].depends & PARAMETER and op.results[0].shape:
+            out.setdefault(axes.of[op.results[0].id][0])
+    return list(out)
+
+
+def _indexed(graph: Graph, axes: Axes) -> list[int]:
+    """Dimensions of parameters that a gather indexes into (embedding tables)."""
+    out: dict[int, None] = {}
+    for op in graph.ops:
+        if op.name != "gather" or op.operands[0].depends != PARAMETER:
+            continue
+        passing = {d for f in op.rule for k, d in f.operands if k == 0 and f.results}
+        table = op.operands[0]
+        for d, n in enumerate(table.shape):
+            if d not in passing and n > 1:
+                out.setdefault(axes.of[table.id][d])
+    return list(out)
+
+
+def _activation_contractions(contractions: list[Op], axes: Axes) -> list[tuple[int, str]]:
+    """Axes of contractions between two activations (attention): their batch dimensions are heads, what they
+    contract beside a dimension that a parameter makes is the head's width."""
+    heads: dict[int, None] = {}
+    width: dict[int, None] = {}
+    made_by_parameter: set[int] = set()
+    for op in contractions:
+        for value in op.operands[:2]:
+            if value.depends == PARAMETER:
+                made_by_parameter.update(axes.of[value.id])
+    for op in contractions:
+        a, b = op.operands[:2]
+        if not (a.depends & BATCH and b.depends & BATCH):
+            continue
+        for factor in op.rule:
+            if not factor.operands:
+                continue
+            k, d = factor.operands[0]
+            group = axes.of[op.operands[k].id][d]
+            if group not in made_by_parameter:
+                continue
+            if len({k for k, _ in factor.operands}) == 2 and factor.results:
+                heads.setdefault(group)
+            elif not factor.results:
+                width.setdefault(group)
+    return [(g, "heads") for g in heads] + ([(g, "head_dim") for g in width if g not in heads] if heads else [])
+
+
+def _expert_axes(contractions: list[Op], axes: Axes) -> list[int]:
+    """Batch dimensions of contractions with a parameter: a stack of alike weights, each for its own inputs."""
+    out: dict[int, None] = {}
+    for op in contractions:
+        if not any(v.depends == PARAMETER for v in op.operands[:2]):
+            continue
+        for factor in op.rule:
+            if factor.results and len({k for k, _ in factor.operands}) == 2:
+                k, d = factor.operands[0]
+                out.setdefault(axes.of[op.operands[k].id][d])
+    return list(out)
+
+
+def _parameter_axes(program: Program, graph: Graph, axes: Axes, contractions: list[Op]) -> dict[int, int]:
+    """Contracted groups on parameters and on how many leaves they stand, most first (the residual stream)."""
+    leaves: Counter[int] = Counter()
+    order: dict[int, int] = {}
+    for leaf, value in zip(program.arguments, graph.arguments, strict=True):
+        if leaf.role is Role.PARAMETER:
+            for group in set(axes.of[value.id]):
+                leaves[group] += 1
+                order.setdefault(group, len(order))
+    contracted = {
+        axes.of[op.operands[k].id][d] for op in contractions for f in op.rule for k, d in f.operands
+    }
+    chosen = [g for g in leaves if g in contracted]
+    return {g: leaves[g] for g in sorted(chosen, key=lambda g: (-leaves[g], order[g]))}

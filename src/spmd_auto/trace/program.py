@@ -1,0 +1,254 @@
+"""A traced step: its jaxpr, the tree path and role of every leaf, and which result replaces which argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_auto import _compat
+from spmd_auto.errors import TraceError
+from spmd_auto.trace.reach import reaches
+
+
+class Role(enum.Enum):
+    """What a leaf of the arguments is for.
+
+    PARAMETER  state that the results beside the state (loss, metrics) depend on;
+    OPTIMIZER  state that only the new state depends on (moments, running statistics);
+    COUNTER    state without dimensions;
+    BATCH      an argument that no result replaces;
+    KEY        a PRNG key.
+    """
+
+    PARAMETER = "parameter"
+    OPTIMIZER = "optimizer"
+    COUNTER = "counter"
+    BATCH = "batch"
+    KEY = "key"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of the arguments or results.
+
+    Attributes:
+      path: slash-separated tree path that starts with the argument's name, `state/params/Dense_0/kernel`.
+      shape: global shape.
+      dtype: NumPy or extended dtype.
+      itemsize: bytes per element.
+      role: see `Role`; results have the role of the argument they replace, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    itemsize: int
+    role: Role | None = None
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A step function on one device, as the rest of the house sees it.
+
+    Attributes:
+      name: the function's name.
+      jaxpr: closed jaxpr over flat arguments.
+      arguments, results: flat leaves in the order of `in_tree`, `out_tree`.
+      replaces: for each result the index of the argument whose place it takes in the next call, or None.
+      in_tree: tree of `(args, kwargs)` without static arguments.
+      fingerprint: digest of the jaxpr and all paths; equal in another process.
+    """
+
+    name: str
+    jaxpr: Any
+    arguments: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]
+    replaces: tuple[int | None, ...]
+    in_tree: Any
+    out_tree: Any
+    fingerprint: str
+
+    def find(self, path: str) -> Leaf:
+        return next(leaf for leaf in self.arguments if leaf.path == path)
+
+
+def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """The strongly typed abstract value of an array, scalar or ShapeDtypeStruct (64-bit kept only under x64)."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if isinstance(x, (bool, int, float, complex)):
+        return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype), weak_type=True)
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    shape = x.shape if hasattr(x, "shape") else np.shape(x)
+    if not _compat.is_extended(dtype):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+
+def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    try:
+        signature = inspect.signature(fn)
+        names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    except (TypeError, ValueError):
+        names = []
+    return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
+
+
+def _join(prefix: str, path: Sequence[Any]) -> str:
+    tail = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return "/".join(part for part in (prefix, tail) if part)
+
+
+def _flat_paths(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> list[tuple[str, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    out = []
+    for path, leaf in leaves:
+        side, rest = path[0].idx, path[1:]
+        head = names[rest[0].idx] if side == 0 else str(rest[0].key)
+        out.append((_join(head, rest[1:]), leaf))
+    return out
+
+
+def _match_state(
+    in_paths: list[str], in_avals: list[Any], out_paths: list[str], out_avals: list[Any], arguments: list[str]
+) -> list[int | None]:
+    """Which argument each result replaces: a result subtree with the paths, shapes and dtypes of a whole argument.
+
+    Tried for the result itself and for each of its top-level elements, in order, each argument at most once.
+    """
+    replaces: list[int | None] = [None] * len(out_paths)
+    groups: dict[str, list[int]] = {}
+    for i, path in enumerate(in_paths):
+        groups.setdefault(path.split("/")[0], []).append(i)
+
+    def signature(paths: list[str], avals: list[Any], prefix: str) -> list[tuple[str, Any, Any]]:
+        return [(p[len(prefix) :].lstrip("/"), a.shape, a.dtype) for p, a in zip(paths, avals, strict=True)]
+
+    heads: dict[str, list[int]] = {}
+    for o, path in enumerate(out_paths):
+        heads.setdefault(path.split("/")[0] if path else "", []).append(o)
+    candidates: list[tuple[str, list[int]]] = [("", list(range(len(out_paths))))] + list(heads.items())
+    free = [name for name in arguments if name in groups]
+    for prefix, outs in candidates:
+        if any(replaces[o] is not None for o in outs):
+            continue
+        want = signature([out_paths[o] for o in outs], [out_avals[o] for o in outs], prefix)
+        for name in free:
+            ins = groups[name]
+            if signature([in_paths[i] for i in ins], [in_avals[i] for i in ins], name) == want and any(
+                in_avals[i].shape for i in ins
+            ):
+                for o, i in zip(outs, ins, strict=True):
+                    replaces[o] = i
+                free.remove(name)
+                break
+    return replaces
+
+
+def _roles(jaxpr: Any, paths: list[str], avals: list[Any], replaces: list[int | None]) -> list[Role]:
+    state = {i for i in replaces if i is not None}
+    aux = [o for o, i in enumerate(replaces) if i is None]
+    influences = reaches(jaxpr, aux) if state and aux else None
+    roles = []
+    for i, (path, aval) in enumerate(zip(paths, avals, strict=True)):
+        if _compat.is_extended(aval.dtype):
+            roles.append(Role.KEY)
+        elif i not in state:
+            parts = path.split("/")
+            looks_like_state = not state and ("params" in parts or parts[0] in ("params", "variables", "state", "model"))
+            roles.append(Role.PARAMETER if looks_like_state else Role.BATCH)
+        elif not aval.shape:
+            roles.append(Role.COUNTER)
+        elif influences is not None:
+            roles.append(Role.PARAMETER if influences[i] else Role.OPTIMIZER)
+        else:
+            optimizer = re.search(r"(^|/)(opt_state|optimizer|opt|mu|nu|trace)(/|$)", path)
+            roles.append(Role.OPTIMIZER if optimizer else Role.PARAMETER)
+    return roles
+
+
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    static_argnums: Sequence[int] = (),
+    static_argnames: Sequence[str] = (),
+    **kwargs: Any,
+) -> Program:
+    """Traces `fn` on arrays or `ShapeDtypeStruct`s; nothing is computed.
+
+    Raises:
+      TraceError: `fn` fails under tracing (the original error is its cause).
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    static = set(static_argnums)
+    dynamic_args = tuple(a for i, a in enumerate(args) if i not in static)
+    dynamic_kwargs = {k: v for k, v in kwargs.items() if k not in static_argnames}
+    names = [n for i, n in enumerate(_argument_names(fn, len(args))) if i not in static]
+    flat, in_tree = jax.tree_util.tree_flatten((dynamic_args, dynamic_kwargs))
+    paths = [path for path, _ in _flat_paths(dynamic_args, dynamic_kwargs, names)]
+    for path, leaf in zip(paths, flat, strict=True):
+        if not isinstance(leaf, (jax.ShapeDtypeStruct, bool, int, float, complex, np.generic)) and not _compat.has_shape(leaf):
+            raise TraceError(
+                f"argument leaf {path!r} of {name} is a {type(leaf).__name__}, not an array",
+                "only arrays, numbers and ShapeDtypeStructs can be split over devices",
+                ["name it in static_argnames / static_argnums", "leave it out of the arguments"],
+            )
+    abstract_flat = [abstract(x) for x in flat]
+    a_args, a_kwargs = jax.tree_util.tree_unflatten(in_tree, abstract_flat)
+    full_args = list(a_args)
+    for i in sorted(static):
+        full_args.insert(i, args[i])
+    static_kwargs = {k: v for k, v in kwargs.items() if k in static_argnames}
+    try:
+        traced = jax.jit(fn, static_argnums=tuple(static_argnums), static_argnames=tuple(static_argnames)).trace(
+            *full_args, **a_kwargs, **static_kwargs
+        )
+    except Exception as error:
+        raise TraceError(
+            f"{name} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "the step must be a pure function of arrays (see the cause above for its own line)",
+            [
+                "try jax.make_jaxpr(step)(*args): the same error, without this package",
+                "mark arguments that are not arrays as static",
+            ],
+        ) from error
+    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
+    out_paths = [_join("", path) for path, _ in out_leaves]
+    jaxpr = traced.jaxpr
+    in_avals = [v.aval for v in _compat.open_jaxpr(jaxpr).invars]
+    out_avals = [v.aval for v in _compat.open_jaxpr(jaxpr).outvars]
+    replaces = _match_state(paths, in_avals, out_paths, out_avals, names + list(dynamic_kwargs))
+    roles = _roles(jaxpr, paths, in_avals, replaces)
+
+    def leaf(path: str, aval: Any, role: Role | None) -> Leaf:
+        return Leaf(path, tuple(aval.shape), aval.dtype, _compat.itemsize(aval), role)
+
+    arguments = tuple(leaf(p, a, r) for p, a, r in zip(paths, in_avals, roles, strict=True))
+    results = tuple(
+        leaf(p, a, None if i is None else roles[i]) for p, a, i in zip(out_paths, out_avals, replaces, strict=True)
+    )
+    return Program(
+        name, jaxpr, arguments, results, tuple(replaces), in_tree, out_tree, fingerprint(jaxpr, paths, out_paths)
+    )
+
+
+def fingerprint(jaxpr: Any, in_paths: Sequence[str], out_paths: Sequence[str]) -> str:
+    """Digest of the program that is equal in another process (object addresses are blanked out)."""
+    text = re.sub(r"0x[0-9a-f]+", "0x", str(jaxpr))
+    digest = hashlib.sha256()
+    for part in (text, *in_paths, "->", *out_paths):
+        digest.update(part.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:32]
