@@ -6,7 +6,8 @@ Works on the optimised HLO of CPU, GPU and TPU. What differs between them, each 
 - TPU reduce-scatters are a fusion of an all-reduce and a slice (`all-reduce-scatter`).
 - A TPU collective that runs beside other work is printed once in each computation it passes through, the first marked
   `AsyncCollectiveStart`, all with one `chain_id`. The channel id doesn't tell: `shard_map` gives all the same.
-- CPU never forms reduce-scatters outside of `shard_map` (all-reduce and slice instead) and computes bfloat16 in float32.
+- CPU never forms reduce-scatters outside of `shard_map` (all-reduce and slice instead) and computes bfloat16 in
+  float32.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def _collective(
 
 
 def _results(instruction: Instruction, kind: str) -> tuple[HloArray, ...]:
-    """The arrays that a collective produces. Starts carry `(operands, results, contexts...)`, all-reduces results only."""
+    """The arrays that a collective produces. Starts carry `(operands, results, ...)`, all-reduces results only."""
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         parts = split_tuple(instruction.type_text)
         if len(parts) > 1:

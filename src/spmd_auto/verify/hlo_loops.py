@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from spmd_auto.verify.hlo_text import Computation, HloText, Instruction
 
-_KNOWN_TRIP_COUNT = re.compile(r'known_trip_count\D+?(\d+)')
+_KNOWN_TRIP_COUNT = re.compile(r"known_trip_count\D+?(\d+)")
 _CONSTANT = re.compile(r"\bconstant\((-?\d+)\)")
 # Values pass through these unchanged (a loop counter is never truncated in practice).
 _TRANSPARENT = frozenset({"copy", "bitcast", "convert", "reshape", "copy-start", "copy-done", "optimization-barrier"})
