@@ -224,7 +224,9 @@ def _unknown(text: str, why: str) -> VerifyError:
 
 @functools.cache  # the same device objects each time: JAX tells devices of two topologies apart
 def _topology_devices(*, chips_per_host_bounds: tuple[int, ...] | None = None, **arguments: str) -> tuple[Device, ...]:
-    bounds = {} if chips_per_host_bounds is None else {"chips_per_host_bounds": list(chips_per_host_bounds)}
+    bounds: dict[str, Any] = (
+        {} if chips_per_host_bounds is None else {"chips_per_host_bounds": list(chips_per_host_bounds)}
+    )
     return tuple(topologies.get_topology_desc(**arguments, **bounds).devices)
 
 

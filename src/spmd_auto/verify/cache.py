@@ -1,0 +1,84 @@
+"""Summaries of compiled programs on disk: compiling for a large cluster takes minutes, reading the result none.
+
+Keyed by what decides the compiled program: the lowered text, the target with its options, the versions of jax and of
+the target's compiler. A file that can't be read counts as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd_auto.verify.program import ProgramSummary
+from spmd_auto.verify.targets import Target, parse_target
+
+# Raised whenever reading a program changes, so that no older reading is taken for a new one.
+_FORMAT = 1
+_COMPILERS = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt")}
+
+
+class SummaryCache:
+    """A directory of summaries.
+
+    Args:
+      directory: None: `$SPMD_AUTO_CACHE` where set, else `~/.cache/spmd_auto`. Made when first written to.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None):
+        self.directory = Path(directory) if directory is not None else default_directory()
+
+    def key(self, lowered: Any, target: str | Target, mesh: jax.sharding.Mesh | None = None) -> str:
+        """Key of a program.
+
+        Args:
+          lowered: what `jax.jit(f).lower(...)` returned, or its text.
+          target: where it is compiled.
+          mesh: the mesh the summary is described on; its axes' names and sizes are part of the key.
+        """
+        where = parse_target(target)
+        text = lowered if isinstance(lowered, str) else lowered.as_text()
+        axes = [] if mesh is None else [[str(name), size] for name, size in mesh.shape.items()]
+        parts = [_FORMAT, str(where), sorted(where.compiler_options.items()), axes, jax.__version__, _versions(where)]
+        digest = hashlib.sha256(json.dumps(parts).encode())
+        digest.update(text.encode())
+        return digest.hexdigest()
+
+    def get(self, key: str) -> ProgramSummary | None:
+        """The summary stored under a key, None where there is none."""
+        try:
+            return ProgramSummary.from_json(json.loads(self._path(key).read_text()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, key: str, summary: ProgramSummary) -> None:
+        """Stores a summary. Readers at the same time see all of it or nothing; a disk that refuses is no error."""
+        with contextlib.suppress(OSError):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                json.dump(summary.to_json(), file)
+            os.replace(temporary, self._path(key))
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{key}.json"
+
+
+def default_directory() -> Path:
+    """`$SPMD_AUTO_CACHE`, or `~/.cache/spmd_auto`."""
+    return Path(os.environ.get("SPMD_AUTO_CACHE") or Path.home() / ".cache" / "spmd_auto")
+
+
+def _versions(target: Target) -> list[str]:
+    found = []
+    for package in _COMPILERS[target.platform]:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return found
