@@ -191,10 +191,14 @@ def _collective(
 
 
 def _results(instruction: Instruction, kind: str) -> tuple[HloArray, ...]:
-    """The arrays that a collective produces. Starts carry `(operands, results, ...)`, all-reduces results only."""
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+    """The arrays that a collective produces.
+
+    A start has the type `(operands, results, contexts...)`, its operands one array or a tuple; only the all-reduce start
+    of jax 0.10 has the type of its results alone.
+    """
+    if instruction.opcode.endswith("-start"):
         parts = split_tuple(instruction.type_text)
-        if len(parts) > 1:
+        if parts[0].startswith("(") or (kind != "all-reduce" and len(parts) > 1):
             return parse_arrays(parts[1])
     return instruction.arrays
 

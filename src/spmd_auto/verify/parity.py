@@ -1,7 +1,7 @@
 """Whether a sharded program computes what one device computes.
 
-Differences are taken over a whole tree at once. Leaf by leaf they mislead: the gradient of an attention's key bias, say,
-is zero up to rounding, so its relative error is pure noise.
+Differences are taken over a whole tree at once. Leaf by leaf they mislead: the gradient of an attention's key bias,
+say, is zero up to rounding, so its relative error is pure noise.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd_auto import _compat
 from spmd_auto.errors import VerifyError
 
 
@@ -99,7 +100,7 @@ def _numbers(tree: Any) -> dict[str, np.ndarray]:
     """Leaves by path as float64 or complex128 arrays on the host."""
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if hasattr(leaf, "dtype") and _compat.is_extended(leaf.dtype):
             leaf = jax.random.key_data(leaf)
         array = np.asarray(leaf)
         wide = np.complex128 if np.iscomplexobj(array) else np.float64
