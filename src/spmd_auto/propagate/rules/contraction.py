@@ -7,7 +7,6 @@ from typing import TypeAlias
 from spmd_auto.propagate.factors import Kind, Rule, Shapes
 from spmd_auto.propagate.rules.build import Params, RuleBuilder, RuleLike
 
-
 _Dims: TypeAlias = tuple[int, ...]
 _DotNumbers: TypeAlias = tuple[tuple[_Dims, _Dims], tuple[_Dims, _Dims]]  # (contracted, batch), each (left, right)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd_auto.errors import RuleError
-from spmd_auto.propagate.factors import Rule, Shapes, parse_rule
+from spmd_auto.propagate.factors import Kind, Rule, Shapes, parse_rule
 from spmd_auto.propagate.rules import born, contraction, elementwise, indexing, linalg, reduction, shape, window
 from spmd_auto.propagate.rules.build import Params, RuleLike
 
@@ -55,19 +55,23 @@ def rule_for(name: str, params: Params, operands: Sequence[Any], results: Sequen
     result_shapes = [tuple(getattr(aval, "shape", ())) for aval in results]
     made = rule if isinstance(rule, str) else rule(params, operand_shapes, result_shapes)
     factors = parse_rule(made, operand_shapes, result_shapes) if isinstance(made, str) else made
-    _check(name, factors, operand_shapes, result_shapes)
+    check_rule(name, factors, operand_shapes, result_shapes)
     return factors
 
 
-def _check(name: str, rule: Rule, operand_shapes: Shapes, result_shapes: Shapes) -> None:
-    """Each dimension carries at most one factor, which divides it."""
+def check_rule(name: str, rule: Rule, operand_shapes: Shapes, result_shapes: Shapes) -> None:
+    """Each dimension carries at most one factor, which divides it; each value carries a factor at most once."""
     for side, shapes in (("operands", operand_shapes), ("results", result_shapes)):
         seen: set[tuple[int, int]] = set()
         for factor in rule:
-            for place in getattr(factor, side):
-                position, dim = place
-                if place in seen:
+            places = getattr(factor, side)
+            if len({position for position, _ in places}) != len(places):
+                raise RuleError(f"rule of {name}: {factor} stands on two dimensions of one value")
+            if side == "results" and places and factor.kind is Kind.REDUCE:
+                raise RuleError(f"rule of {name}: {factor} is reduced and yet in the result")
+            for position, dim in places:
+                if (position, dim) in seen:
                     raise RuleError(f"rule of {name}: two factors on dimension {dim} of {side}[{position}]")
-                seen.add(place)
+                seen.add((position, dim))
                 if position >= len(shapes) or dim >= len(shapes[position]) or shapes[position][dim] % factor.size:
                     raise RuleError(f"rule of {name}: {factor} does not fit {side} of shapes {list(shapes)}")

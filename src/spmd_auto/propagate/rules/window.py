@@ -21,24 +21,33 @@ class _Window:
     window_dilation: int
 
     @property
-    def padded(self) -> bool:
-        return self.padding != (0, 0)
+    def apart(self) -> bool:
+        """Windows do not overlap and cover the input (pooling, patches, skipping): block by block to one output."""
+        plain = self.input_dilation == self.window_dilation == 1 and self.padding == (0, 0)
+        return plain and self.window <= self.stride and self.input == self.output * self.stride
+
+    @property
+    def spreads(self) -> bool:
+        """Each input makes a block of outputs of its own: the gradient of `apart` for the input."""
+        plain = self.stride == self.window_dilation == 1 and self.output == self.input * self.input_dilation
+        return plain and self.window - 1 <= self.padding[0] < self.input_dilation
+
+    @property
+    def covers(self) -> bool:
+        """Each element of the window meets a block of the input of its own: the gradient of `apart` for the window."""
+        plain = self.stride == self.input_dilation == 1 and self.padding[0] == 0
+        return plain and self.output <= self.window_dilation and self.input == self.window * self.window_dilation
 
 
 def _spatial(build: RuleBuilder, w: _Window, operand: tuple[int, int], result: tuple[int, int]) -> None:
-    """The factor of a windowed dimension, where each piece of the output needs one piece of the input.
+    """The factor of a windowed dimension.
 
-    - a window of 1 that does not skip: elementwise;
-    - windows that neither overlap nor leave gaps (pooling, patches): blocks of the input, the major part of it;
-    - the reverse of that (the gradient of patches): blocks of the output.
-
-    Otherwise the pieces need their neighbours' edges: a halo where both have the same size, else whole.
+    Where each piece of the output needs one piece of the input, it passes; the smaller of the two is the major part
+    of the larger.  Otherwise pieces need their neighbours' edges: a halo where both have the same size, else whole.
     """
-    plain = w.input_dilation == 1 and w.window_dilation == 1
-    spread = (w.window - 1, w.window - 1)
-    if plain and not w.padded and w.window == w.stride and w.input == w.output * w.stride:
+    if w.apart:
         build.add([operand], [result], size=w.output)
-    elif (w.stride, w.window_dilation, w.input_dilation, w.padding) == (1, 1, w.window, spread):
+    elif w.spreads:
         build.add([operand], [result], size=w.input)
     elif w.input == w.output:
         build.add([operand], [result], kind=Kind.HALO)
@@ -66,7 +75,7 @@ def reduce_window(params: Params, operands: Shapes, results: Shapes) -> Rule:
     for d, w in enumerate(_windows(params, sizes)):
         if len(arrays) == 1 and len(results) == 1:
             _spatial(build, w, (0, d), (0, d))
-        elif w.window == 1 and w.stride == 1 and not w.padded and w.input == w.output:
+        elif w.window == w.stride == 1 and w.apart:
             build.add([(k, d) for k in arrays], [(k, d) for k in range(len(results))])
     return build.build()
 
@@ -76,7 +85,7 @@ def select_and_scatter_add(params: Params, operands: Shapes, results: Shapes) ->
     build = RuleBuilder(operands, results)
     sizes = list(zip(operands[1], params["window_dimensions"], operands[0], strict=True))
     for d, w in enumerate(_windows(params, sizes)):
-        if not w.padded and w.window == w.stride and w.input == w.output * w.stride:
+        if w.apart:
             build.add([(0, d), (1, d)], [(0, d)], size=w.output)
         else:
             build.needed_whole((0, d))
@@ -106,9 +115,7 @@ def conv_general_dilated(params: Params, operands: Shapes, results: Shapes) -> R
     sizes = [(lhs[i], rhs[j], out[k]) for i, j, k in zip(lhs_spatial, rhs_spatial, out_spatial, strict=True)]
     for d, w in enumerate(_windows(params, sizes)):
         i, j, k = (0, lhs_spatial[d]), (1, rhs_spatial[d]), (0, out_spatial[d])
-        apart = w.input_dilation == 1 and not w.padded and w.stride == 1
-        if apart and w.window > 1 and w.window_dilation == w.output and w.input == w.window * w.output:
-            # The gradient of patches (or of a window of 1): the window covers the input, block by block.
+        if w.covers and w.window > 1:
             build.add([i, j], kind=Kind.REDUCE, size=w.window)
         else:
             _spatial(build, w, i, k)

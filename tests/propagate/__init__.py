@@ -1,0 +1,1 @@
+"""Tests of the factor rules and what is built on them."""
