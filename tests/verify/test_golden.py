@@ -2,8 +2,8 @@
 
 `*_shard_map`: one manual program over a mesh (a, b, c) = (2, 4, 2) on 32x128 float32 shards, 16 KiB each: sums over
 every combination of axes, a gather, scatter, all-to-all over b, (a, c) and (c, a), a shift along b, and five sums over
-b in a loop. `*_reshards`: automatic reshards with transposed groups, a conditional, a loop of eight and one that depends
-on data. `*_zero3`: a scanned, rematerialised MLP with weights stored split over a, mesh (a, b) = (4, 4).
+b in a loop. `*_reshards`: automatic reshards with transposed groups, a conditional, a loop of eight and one that
+depends on data. `*_zero3`: a scanned, rematerialised MLP with weights stored split over a, mesh (a, b) = (4, 4).
 """
 
 from __future__ import annotations

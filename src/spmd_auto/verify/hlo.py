@@ -193,8 +193,8 @@ def _collective(
 def _results(instruction: Instruction, kind: str) -> tuple[HloArray, ...]:
     """The arrays that a collective produces.
 
-    A start has the type `(operands, results, contexts...)`, its operands one array or a tuple; only the all-reduce start
-    of jax 0.10 has the type of its results alone.
+    A start has the type `(operands, results, contexts...)`, its operands one array or a tuple; only the all-reduce
+    start of jax 0.10 has the type of its results alone.
     """
     if instruction.opcode.endswith("-start"):
         parts = split_tuple(instruction.type_text)
