@@ -19,7 +19,7 @@ from spmd_auto.propagate.factors import Factor, Kind
 from spmd_auto.propagate.graph import Op
 
 # Operations that lowering can write out as a manual `shard_map` with staged reductions.
-STAGEABLE = ("dot_general", "gather")
+STAGEABLE = ("dot_general", "gather", "scatter-add", "reduce_sum")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,21 +178,28 @@ class OperationTable:
         size = local_bytes(mesh, total_bytes, raw)
         place = axis_places(wanted)
         current = axis_places(raw)
-        scattered = [a for a in partial if a in place and a not in current]
-        if len({place[a] for a in scattered}) > 1 and (shared_sum > 1 or op.name not in STAGEABLE):
-            # a constraint can't say this: XLA makes one full all-reduce and slices
-            return [collective(mesh, ALL_REDUCE, partial, size)], raw
-        order = {axis: position for axes in wanted for position, axis in enumerate(axes)}
-        by_dim: dict[int, list[int]] = {}
-        for axis in sorted(scattered, key=lambda a: order[a]):
-            by_dim.setdefault(place[axis], []).append(axis)
-        made = []
-        for dim, axes in sorted(by_dim.items(), key=lambda item: -max(mesh.links[a].bandwidth for a in item[1])):
+        order = [a for axes in wanted for a in axes]
+        scattered = sorted((a for a in partial if a in place and a not in current), key=order.index)
+        made: list[Transfer] = []
+        if shared_sum > 1 or op.name not in STAGEABLE:
+            # said by a constraint: one joint scatter over one dimension, its axes in the order of the mesh;
+            # XLA makes a full all-reduce and slices otherwise
+            if len({place[a] for a in scattered}) > 1 or scattered != sorted(scattered):
+                return [collective(mesh, ALL_REDUCE, partial, size)], raw
+            stages = [tuple(scattered)] if scattered else []
+        else:
+            by_speed = sorted({place[a] for a in scattered}, key=lambda d: -max(_speed(mesh, a) for a in wanted[d]))
+            stages = [(a,) for dim in by_speed for a in scattered if place[a] == dim]
+        for axes in stages:
             made.append(collective(mesh, REDUCE_SCATTER, axes, size))
             for axis in axes:
                 size /= mesh.sizes[axis]
-                current[axis] = dim
+                current[axis] = place[axis]
         whole = [a for a in partial if a not in scattered]
         if whole:
             made.append(collective(mesh, ALL_REDUCE, whole, size))
         return made, make_spec(len(raw), current)
+
+
+def _speed(mesh: LogicalMesh, axis: int) -> float:
+    return mesh.links[axis].bandwidth

@@ -56,16 +56,32 @@ class ReshardTable:
             if axis not in have:
                 size /= mesh.sizes[axis]
         exchanged: dict[tuple[int, int], list[int]] = {}
-        dropped: dict[int, list[int]] = {}
         for axis, dim in have.items():
-            if axis not in want:
-                dropped.setdefault(dim, []).append(axis)
-            elif want[axis] != dim:
+            if axis in want and want[axis] != dim:
                 exchanged.setdefault((dim, want[axis]), []).append(axis)
         for axes in exchanged.values():
             moves.append(collective(mesh, ALL_TO_ALL, axes, size))
-        for _, axes in sorted(dropped.items(), key=lambda item: min(mesh.links[a].bandwidth for a in item[1])):
+        for axes in gather_steps(mesh, source, target):
             for axis in axes:
                 size *= mesh.sizes[axis]
             moves.append(collective(mesh, ALL_GATHER, axes, size))
         return Reshard(sum(m.seconds for m in moves), tuple(moves))
+
+
+def gather_steps(mesh: LogicalMesh, source: Spec, target: Spec) -> list[tuple[int, ...]]:
+    """The gathers between two specs, in order: groups of mesh axes that one collective gathers.
+
+    Dimensions on slow links first, while the pieces are small.  Several axes of one dimension are one
+    collective if they stand in the order of the mesh; in another order they are gathered one by one,
+    minor first (XLA would make something larger of a joint one).
+    """
+    want = axis_places(target)
+    dropped = [tuple(a for a in axes if a not in want) for axes in source]
+    dropped = [axes for axes in dropped if axes]
+    steps: list[tuple[int, ...]] = []
+    for axes in sorted(dropped, key=lambda axes: min(mesh.links[a].bandwidth for a in axes)):
+        if list(axes) == sorted(axes):
+            steps.append(axes)
+        else:
+            steps += [(axis,) for axis in reversed(axes)]
+    return steps

@@ -41,11 +41,23 @@ class Assignment:
 
 
 class SpecTable:
-    """Specs of all value classes under assignments, on a mesh of given axis sizes (memoised)."""
+    """Specs of all value classes under assignments, on a mesh of given axis sizes (memoised).
 
-    def __init__(self, analysis: Analysis, axis_sizes: Sequence[int], pinned: Sequence[Spec] = ()):
+    Args:
+      axis_speed: bytes/s of each axis' links.  Where a form splits a dimension over several axes the fastest
+        is the major one: a scatter then starts, and a gather ends, on the fast links, with the large pieces.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        axis_sizes: Sequence[int],
+        axis_speed: Sequence[float] = (),
+        pinned: Sequence[Spec] = (),
+    ):
         self.classes = analysis.classes.values
         self.sizes = tuple(axis_sizes)
+        self.speed = tuple(axis_speed) or (1.0,) * len(self.sizes)
         self.pinned = tuple(pinned)
         self._groups = [frozenset(c.groups) for c in self.classes]
         self._regions = [frozenset(r for r in c.regions if r >= 0) for c in self.classes]
@@ -91,7 +103,7 @@ class SpecTable:
             dim = able[0][1] if len(able) == 1 else self._contest(cls.regions, rank, sorted(able), axis, assignment)
             taken[axis] = dim
             parts[dim] *= n
-        for group, axis in sorted(assignment.form(cls.form), key=lambda split: split[1]):
+        for group, axis in sorted(assignment.form(cls.form), key=lambda split: (-self.speed[split[1]], split[1])):
             if axis in taken:
                 continue
             n = self.sizes[axis]

@@ -81,11 +81,12 @@ class Op:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Loop:
-    """The scan at `site`: values of the body's inputs and results (consts, carries, xs -> carries, ys)."""
+    """The loop at `site`: values of the body's inputs and results (consts, carries, xs -> carries, ys), and its results."""
 
     site: Site
     body_in: list[Value]
     body_out: list[Value]
+    results: list[Value]
     consts: int
     carries: int
     length: int
@@ -243,8 +244,8 @@ class _Builder:
             self.link("xs" if stacked else "carry_in", operand, value, int(stacked), 0, trips, site)
             body_in.append(value)
         body_out = self.run(body, body_in, trips * length, site)
-        self.graph.loops[site] = Loop(site, body_in, body_out, consts, carries, length)
-        results = []
+        results: list[Value] = []
+        self.graph.loops[site] = Loop(site, body_in, body_out, results, consts, carries, length)
         for k, (value, var) in enumerate(zip(body_out, eqn.outvars, strict=True)):
             result = self.value(var.aval)
             stacked = k >= carries
@@ -267,8 +268,8 @@ class _Builder:
             self.link("carry_in", source, target, 0, 0, trips, site)
         self.run(p["cond_jaxpr"], [*operands[:c], *carry], trips, (*site, 0))
         body_out = self.run(p["body_jaxpr"], [*operands[c : c + b], *carry], trips, (*site, 1))
-        self.graph.loops[site] = Loop(site, carry, body_out, 0, len(carry), 1)
         results = [self.value(v.aval) for v in eqn.outvars]
+        self.graph.loops[site] = Loop(site, carry, body_out, results, 0, len(carry), 1)
         for value, back, result in zip(body_out, carry, results, strict=True):
             self.link("carry", value, back, 0, 0, trips, site)
             self.link("carry_out", value, result, 0, 0, trips, site)

@@ -1,0 +1,234 @@
+"""The price of an assignment, in full or as the change from another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from spmd_auto.cost.memory import MemoryTable, transient_bytes
+from spmd_auto.cost.operation import OperationTable, OpForm
+from spmd_auto.cost.reshard import ReshardTable
+from spmd_auto.cost.structure import Structure, build_structure
+from spmd_auto.mesh.collectives import Transfer
+from spmd_auto.mesh.logical import LogicalMesh, Spec, shard_fraction
+from spmd_auto.propagate.analysis import Analysis
+from spmd_auto.propagate.assignment import Assignment, SpecTable
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Priced:
+    """An assignment with everything that follows from it.
+
+    Attributes:
+      specs: spec of each value class.
+      forms: chosen form of each active operation class (None for flat ones).
+      edge_seconds, sum_seconds: seconds per step of each edge and sum group.
+      transient: transient bytes of each operation class.
+      fractions: share of each value class on one device.
+      seconds: predicted time of a step.
+      memory: predicted peak bytes of one device.
+      score: what the search minimises: seconds, and a penalty above the memory budget.
+    """
+
+    assignment: Assignment
+    specs: list[Spec]
+    forms: list[OpForm | None]
+    edge_seconds: list[float]
+    sum_seconds: list[float]
+    transient: np.ndarray
+    fractions: np.ndarray
+    seconds: float
+    memory: float
+    score: float
+
+
+class Pricer:
+    """Prices assignments of one program on one mesh.
+
+    Args:
+      budget: bytes of memory per device that a plan may need (default: no limit).
+      structure, memory: pass those of another mesh to share them.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        mesh: LogicalMesh,
+        budget: float = float("inf"),
+        pinned: Sequence[Spec] = (),
+        structure: Structure | None = None,
+        memory: MemoryTable | None = None,
+    ):
+        self.analysis, self.mesh, self.budget = analysis, mesh, budget
+        self.specs = SpecTable(analysis, mesh.sizes, [link.bandwidth for link in mesh.links], pinned)
+        self.structure = structure or build_structure(analysis)
+        self.memory = memory or MemoryTable(analysis)
+        self.reshards = ReshardTable(mesh)
+        self.operations = OperationTable(mesh, self.reshards)
+        self.states = 0
+        self._flat_seconds = {c: b / mesh.chip.memory_bandwidth for c, b in self.structure.flat_bytes.items()}
+
+    # ---- parts --------------------------------------------------------------------------------
+
+    def forms(self, op_class: int, specs: Sequence[Spec]) -> tuple[OpForm, ...]:
+        """All forms of an operation class under the specs of the value classes, cheapest first."""
+        cls = self.analysis.classes.ops[op_class]
+        return self.operations.forms(
+            cls.op,
+            tuple([specs[c] for c in cls.operands]),
+            tuple([specs[c] for c in cls.results]),
+            self.structure.share_sum[op_class],
+            self.structure.share_operands[op_class],
+        )
+
+    def edge(self, index: int, specs: Sequence[Spec], forms: Sequence[OpForm | None]) -> tuple[float, list[Transfer]]:
+        """(seconds per step, transfers of one trip) of an edge: every distinct target once."""
+        edge = self.structure.edges[index]
+        source = specs[edge.value]
+        seen = {source}
+        seconds, moves = 0.0, []
+        for op_class, position, permutation in edge.consumers:
+            form, cls = forms[op_class], self.analysis.classes.ops[op_class]
+            assert form is not None
+            target, stored = form.targets[position], source
+            if permutation:
+                own = specs[cls.operands[position]]
+                if own == tuple(source[d] for d in permutation):
+                    target = tuple(target[permutation.index(d)] for d in range(len(target)))
+                else:  # the transpose itself moves it
+                    stored = own
+                    if target == own:
+                        continue
+            if stored is source:
+                if target in seen:
+                    continue
+                seen.add(target)
+            reshard = self.reshards.price(cls.op.operands[position].bytes, stored, target)
+            seconds += reshard.seconds
+            moves += reshard.transfers
+        return seconds * edge.trips, moves
+
+    def sum_group(self, index: int, forms: Sequence[OpForm | None]) -> tuple[float, list[Transfer], bool]:
+        """(seconds per step, transfers of one trip, whether the reductions are shared) of a sum group."""
+        group = self.structure.sums[index]
+        separate, shared = [], []
+        seen: set[tuple[str, tuple[int, ...]]] = set()
+        for op_class in group.leaves:
+            form = forms[op_class]
+            assert form is not None
+            scale = group.root_itemsize / self.analysis.classes.ops[op_class].op.results[0].itemsize
+            for transfer in form.reductions:
+                separate.append(transfer)
+                if (transfer.kind, transfer.axes) not in seen:
+                    seen.add((transfer.kind, transfer.axes))
+                    shared.append(transfer.scaled(scale))
+        apart, together = sum(t.seconds for t in separate), sum(t.seconds for t in shared)
+        if apart < together:
+            return apart * group.trips, separate, False
+        return together * group.trips, shared, True
+
+    def fused_seconds(self, specs: Sequence[Spec]) -> float:
+        return sum(s * shard_fraction(self.mesh, specs[c]) for c, s in self._flat_seconds.items())
+
+    # ---- whole prices ---------------------------------------------------------------------------
+
+    def price(self, assignment: Assignment) -> Priced:
+        """The full price."""
+        self.states += 1
+        specs = self.specs.all(assignment)
+        ops = self.analysis.classes.ops
+        forms: list[OpForm | None] = [None] * len(ops)
+        for i in self.structure.active:
+            forms[i] = self.forms(i, specs)[0]
+        return self.assemble(assignment, specs, forms)
+
+    def assemble(self, assignment: Assignment, specs: list[Spec], forms: list[OpForm | None]) -> Priced:
+        """The price of given specs and forms."""
+        edges = [self.edge(i, specs, forms)[0] for i in range(len(self.structure.edges))]
+        sums = [self.sum_group(i, forms)[0] for i in range(len(self.structure.sums))]
+        ops = self.analysis.classes.ops
+        seconds = self.fused_seconds(specs) + sum(edges) + sum(sums)
+        transient = np.zeros(len(ops))
+        for i in self.structure.active:
+            form = forms[i]
+            assert form is not None
+            seconds += ops[i].trips * form.after
+            transient[i] = self._transient(i, form, specs)
+        fractions = self.memory.fractions(self.mesh, specs)
+        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds)
+
+    def _transient(self, op_class: int, form: OpForm, specs: Sequence[Spec]) -> float:
+        cls = self.analysis.classes.ops[op_class]
+        return transient_bytes(
+            self.mesh, cls.op, form, [specs[c] for c in cls.operands], [specs[c] for c in cls.results]
+        )
+
+    def _scored(
+        self,
+        assignment: Assignment,
+        specs: list[Spec],
+        forms: list[OpForm | None],
+        edges: list[float],
+        sums: list[float],
+        transient: np.ndarray,
+        fractions: np.ndarray,
+        seconds: float,
+    ) -> Priced:
+        memory = self.memory.peak(fractions, transient)
+        score = seconds if memory <= self.budget else seconds + 10 + 1e3 * (memory / self.budget - 1)
+        return Priced(assignment, specs, forms, edges, sums, transient, fractions, seconds, memory, score)
+
+    def change(self, parent: Priced, assignment: Assignment, touched: Iterable[int]) -> Priced | None:
+        """The price of `assignment` from its parent's; only `touched` value classes may differ.
+
+        Returns None if no spec changes.  Equal to `price(assignment)` up to rounding.
+        """
+        self.states += 1
+        old = parent.specs
+        changed = []
+        for c in touched:
+            spec = self.specs.of(c, assignment)
+            if spec != old[c]:
+                changed.append((c, spec))
+        if not changed:
+            return None
+        specs = list(old)
+        fractions = parent.fractions.copy()
+        seconds = parent.seconds
+        structure, ops = self.structure, self.analysis.classes.ops
+        op_ids: set[int] = set()
+        edge_ids: set[int] = set()
+        for c, spec in changed:
+            fraction = shard_fraction(self.mesh, spec)
+            if c in self._flat_seconds:
+                seconds += self._flat_seconds[c] * (fraction - fractions[c])
+            specs[c] = spec
+            fractions[c] = fraction
+            op_ids.update(structure.ops_of_value.get(c, ()))
+            edge_ids.update(structure.edges_of_value.get(c, ()))
+        forms, edges, sums = list(parent.forms), list(parent.edge_seconds), list(parent.sum_seconds)
+        transient = parent.transient.copy()
+        sum_ids: set[int] = set()
+        for i in op_ids:
+            form, before = self.forms(i, specs)[0], forms[i]
+            assert before is not None
+            transient[i] = self._transient(i, form, specs)
+            if form is before:
+                continue
+            seconds += ops[i].trips * (form.after - before.after)
+            if form.targets != before.targets:
+                edge_ids.update(structure.edges_of_op.get(i, ()))
+            if form.reductions != before.reductions:
+                sum_ids.update(structure.sums_of_op.get(i, ()))
+            forms[i] = form
+        for i in edge_ids:
+            now = self.edge(i, specs, forms)[0]
+            seconds += now - edges[i]
+            edges[i] = now
+        for i in sum_ids:
+            now = self.sum_group(i, forms)[0]
+            seconds += now - sums[i]
+            sums[i] = now
+        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds)

@@ -1,0 +1,221 @@
+"""What a price is summed over, known before any mesh: operations, shared reshards, shared sums.
+
+Two costs are not local to an operation.  An *edge* is a value in one loop with all its consumers: each
+distinct target is resharded once.  A *sum group* is the leaves of an add chain: their partial sums are
+combined by one reduction at the root, or by separate ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+
+from spmd_auto.cost.compute import FREE, FUSED_SHARE
+from spmd_auto.propagate.analysis import Analysis
+from spmd_auto.propagate.classes import OpClass
+from spmd_auto.propagate.factors import Kind
+from spmd_auto.propagate.graph import Op, Site, Value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Edge:
+    """A value class, the operands that read it (or a transpose of it) in one loop, and how often.
+
+    A consumer is (operation class, operand position, permutation): dimension `i` of the operand is
+    dimension `permutation[i]` of the value; () if they are the same.
+    """
+
+    value: int
+    consumers: tuple[tuple[int, int, tuple[int, ...]], ...]
+    trips: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SumGroup:
+    """Operation classes whose results are added up, bytes per element at the root, and how often."""
+
+    leaves: tuple[int, ...]
+    root_itemsize: int
+    trips: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Structure:
+    """Classes to price and the indices for pricing only what a change touches.
+
+    Attributes:
+      active: operation classes with a price of their own; the others are flat (one value class, elementwise).
+      flat_bytes: value class -> bytes that flat operations move, times trips, unsplit.
+      edges, sums: see `Edge`, `SumGroup`.
+      root_leaves: root operation id -> (ids of its leaves, index of its sum group).
+      share_sum: per operation class, how many leaves its sum group has (1: none).
+      share_operands: per operation class and operand, among how many contractions a reshard is shared.
+    """
+
+    active: list[int]
+    flat: frozenset[int]
+    flat_bytes: dict[int, float]
+    edges: list[Edge]
+    sums: list[SumGroup]
+    root_leaves: dict[int, tuple[tuple[int, ...], int]]
+    share_sum: list[int]
+    share_operands: list[tuple[int, ...]]
+    edges_of_value: dict[int, list[int]]
+    edges_of_op: dict[int, list[int]]
+    sums_of_op: dict[int, list[int]]
+    ops_of_value: dict[int, list[int]]
+
+
+def build_structure(analysis: Analysis) -> Structure:
+    classes = analysis.classes
+    flat, flat_bytes = _flat(classes.ops)
+    active = [i for i in range(len(classes.ops)) if i not in flat]
+    edges = _edges(analysis, flat)
+    sums, root_leaves = _sums(analysis)
+    share_sum = [1] * len(classes.ops)
+    for group in sums:
+        for c in group.leaves:
+            share_sum[c] = len(group.leaves)
+    share = [[1] * len(c.operands) for c in classes.ops]
+    for edge in edges:
+        heavy = [(c, k) for c, k, _ in edge.consumers if classes.ops[c].op.flops]
+        for c, k in heavy:
+            share[c][k] = max(share[c][k], len(heavy))
+    edges_of_value: dict[int, list[int]] = defaultdict(list)
+    edges_of_op: dict[int, list[int]] = defaultdict(list)
+    for i, edge in enumerate(edges):
+        read = {classes.ops[c].operands[k] for c, k, _ in edge.consumers}
+        for value in sorted(read | {edge.value}):
+            edges_of_value[value].append(i)
+        for c in sorted({c for c, _, _ in edge.consumers}):
+            edges_of_op[c].append(i)
+    sums_of_op: dict[int, list[int]] = defaultdict(list)
+    for i, group in enumerate(sums):
+        for c in sorted(set(group.leaves)):
+            sums_of_op[c].append(i)
+    ops_of_value: dict[int, list[int]] = defaultdict(list)
+    for i in active:
+        for c in sorted({*classes.ops[i].operands, *classes.ops[i].results}):
+            ops_of_value[c].append(i)
+    return Structure(
+        active,
+        flat,
+        flat_bytes,
+        edges,
+        sums,
+        root_leaves,
+        share_sum,
+        [tuple(s) for s in share],
+        edges_of_value,
+        edges_of_op,
+        sums_of_op,
+        ops_of_value,
+    )
+
+
+def _flat(ops: list[OpClass]) -> tuple[frozenset[int], dict[int, float]]:
+    flat: set[int] = set()
+    weight: dict[int, float] = defaultdict(float)
+    for i, cls in enumerate(ops):
+        op = cls.op
+        touched = {c for c, v in zip(cls.operands, op.operands, strict=True) if v.depends and v.shape}
+        touched |= {c for c, v in zip(cls.results, op.results, strict=True) if v.shape}
+        if len(touched) == 1 and not op.cuts_regions and all(f.kind is Kind.PASS for f in op.rule) and op.rule:
+            flat.add(i)
+            if op.name not in FREE:
+                weight[touched.pop()] += cls.trips * FUSED_SHARE * sum(v.bytes for v in op.results)
+    return frozenset(flat), dict(weight)
+
+
+def _edges(analysis: Analysis, flat: frozenset[int]) -> list[Edge]:
+    classes = analysis.classes
+    roots = _common_values(analysis)
+    readers: dict[int, dict[tuple[tuple[Site, ...], int], set[tuple[int, int, tuple[int, ...]]]]] = {}
+    for op in analysis.graph.ops:
+        c = classes.of_op[op.id]
+        if c is None or c in flat:
+            continue
+        for k, value in enumerate(op.operands):
+            if value.placed:
+                root, permutation = roots.get(value.id, (value.id, ()))
+                readers.setdefault(root, {}).setdefault((op.loop, op.trips), set()).add((c, k, permutation))
+    trips: Counter[tuple[int, tuple[tuple[int, int, tuple[int, ...]], ...]]] = Counter()
+    for value_id, by_loop in readers.items():
+        for (_, count), consumers in by_loop.items():
+            trips[classes.of_value[value_id], tuple(sorted(consumers))] += count
+    return [Edge(value, consumers, count) for (value, consumers), count in trips.items()]
+
+
+def _common_values(analysis: Analysis) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Value id -> (the value it repeats, its permutation): casts that appear twice, and transposes.
+
+    XLA keeps one of equal values and moves a transpose behind a reshard, so the reshard is paid once.
+    """
+    roots: dict[int, tuple[int, tuple[int, ...]]] = {}
+    first: dict[object, int] = {}
+    for op in analysis.graph.ops:
+        if op.name not in ("convert_element_type", "transpose") or op.eqn is None:
+            continue
+        operand, result = op.operands[0].id, op.results[0].id
+        root, outer = roots.get(operand, (operand, ()))
+        if op.name == "transpose":
+            inner = tuple(op.eqn.params["permutation"])
+            roots[result] = (root, tuple(outer[d] for d in inner) if outer else inner)
+        elif op.results[0].placed:
+            key = (root, outer, op.loop, str(op.eqn.outvars[0].aval))
+            roots[result] = (first.setdefault(key, result), ())
+    return roots
+
+
+_CARRIES_SUM = ("transpose", "convert_element_type", "reshape", "squeeze", "copy")
+
+
+def _makes_partial(op: Op) -> bool:
+    """Contractions and sums; XLA does not defer the partial sum of a scatter-add to the root of an add chain."""
+    return op.flops > 0 or op.name == "reduce_sum"
+
+
+def _sums(analysis: Analysis) -> tuple[list[SumGroup], dict[int, tuple[tuple[int, ...], int]]]:
+    graph, classes = analysis.graph, analysis.classes
+    producer: dict[int, Op] = {v.id: op for op in graph.ops for v in op.results}
+    uses: Counter[int] = Counter(v.id for op in graph.ops for v in op.operands)
+    uses.update(v.id for v in graph.results)
+
+    def leaves(value: Value, loop: tuple[Site, ...]) -> list[Op]:
+        """Operations whose partial sums reach `value` through adds only, each used nowhere else."""
+        op = producer.get(value.id)
+        if uses[value.id] > 1 or op is None or op.loop != loop:
+            return []
+        if op.name in ("add_any", "add") and op.operands[0].shape == op.operands[1].shape:
+            inner.add(op.id)
+            return leaves(op.operands[0], loop) + leaves(op.operands[1], loop)
+        if op.name in _CARRIES_SUM:
+            return leaves(op.operands[0], loop)
+        return [op] if _makes_partial(op) else []
+
+    taken: set[int] = set()
+    inner: set[int] = set()
+    trips: Counter[tuple[tuple[int, ...], int]] = Counter()
+    roots: list[tuple[Op, tuple[int, ...], tuple[tuple[int, ...], int]]] = []
+    for root in reversed(graph.ops):
+        if root.name not in ("add_any", "add") or not root.results[0].shape or root.id in inner:
+            continue
+        if classes.of_op[root.id] is None:
+            continue
+        found = [leaf for v in root.operands for leaf in leaves(v, root.loop)]
+        found = [leaf for leaf in found if leaf.id not in taken and classes.of_op[leaf.id] is not None]
+        if len(found) < 2:
+            continue
+        taken.update(leaf.id for leaf in found)
+        key = (tuple(sorted(_class(classes.of_op, leaf) for leaf in found)), root.results[0].itemsize)
+        trips[key] += root.trips
+        roots.append((root, tuple(leaf.id for leaf in found), key))
+    index = {key: i for i, key in enumerate(trips)}
+    groups = [SumGroup(leaves, itemsize, count) for (leaves, itemsize), count in trips.items()]
+    return groups, {root.id: (ids, index[key]) for root, ids, key in roots}
+
+
+def _class(of_op: list[int | None], op: Op) -> int:
+    found = of_op[op.id]
+    assert found is not None
+    return found

@@ -1,0 +1,92 @@
+"""Operations written out by hand: a fully manual `shard_map` of one operation, then staged reductions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_auto import _compat
+from spmd_auto.lower.placement import Placement
+from spmd_auto.mesh.logical import LogicalMesh
+
+
+def manual_op(eqn: Any, operands: list[Any], placement: Placement, logical: LogicalMesh, mesh: jax.sharding.Mesh) -> Any:
+    """`eqn` on shards of its operands, partial sums combined step by step."""
+    assert placement.manual is not None
+    names = logical.names
+    name = eqn.primitive.name
+    local = _local_gather(eqn, operands[0].shape, placement, logical) if name == "gather" else None
+
+    def body(*shards: Any) -> Any:
+        if name == "scatter-add":  # each device adds its updates to zeros: the operand must count once
+            shards = (jnp.zeros_like(shards[0]), *shards[1:])
+        out = _compat.bind(eqn, shards)[0] if local is None else local(*shards)
+        for step in placement.manual or ():
+            axes = tuple(names[a] for a in step.axes)
+            if step.dim is None:
+                out = lax.psum(out, axes)
+            else:
+                out = lax.psum_scatter(out, axes, scatter_dimension=step.dim, tiled=True)
+        return out
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=tuple(logical.partition_spec(spec) for spec in placement.targets),
+        out_specs=logical.partition_spec(placement.reduced),
+        check_vma=False,
+    )
+    out = mapped(*operands)
+    if name == "scatter-add":
+        return operands[0] + out
+    return _outside(eqn, operands, out) if local is not None else out
+
+
+def _local_gather(eqn: Any, global_shape: tuple[int, ...], placement: Placement, logical: LogicalMesh) -> Any:
+    """A gather whose indexed dimension is split: each device serves the rows it holds, zeros elsewhere."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    dim = numbers.collapsed_slice_dims[0]
+    column = numbers.start_index_map.index(dim)
+    split = placement.targets[0][dim]
+
+    def local(table: Any, indices: Any) -> Any:
+        position = 0
+        for axis in split:
+            position = position * logical.sizes[axis] + lax.axis_index(logical.names[axis])
+        rows = indices[..., column]
+        if params["mode"] == lax.GatherScatterMode.CLIP:
+            rows = jnp.clip(rows, 0, global_shape[dim] - 1)
+        rows = rows - jnp.asarray(position * table.shape[dim], rows.dtype)
+        inside = (rows >= 0) & (rows < table.shape[dim])
+        shifted = indices.at[..., column].set(jnp.clip(rows, 0, table.shape[dim] - 1))
+        sizes = tuple(
+            table.shape[d] if params["slice_sizes"][d] == global_shape[d] else params["slice_sizes"][d]
+            for d in range(table.ndim)
+        )
+        out = lax.gather(table, shifted, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
+        inside = jnp.expand_dims(inside, [d for d in range(out.ndim) if d in numbers.offset_dims])
+        return jnp.where(inside, out, jnp.zeros((), out.dtype))
+
+    return local
+
+
+def _outside(eqn: Any, operands: list[Any], out: Any) -> Any:
+    """Indices outside the table give the fill value, as the whole gather does."""
+    params = eqn.params
+    if params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return out
+    numbers = params["dimension_numbers"]
+    dim = numbers.collapsed_slice_dims[0]
+    rows = operands[1][..., numbers.start_index_map.index(dim)]
+    inside = (rows >= 0) & (rows < operands[0].shape[dim])
+    inside = jnp.expand_dims(inside, [d for d in range(out.ndim) if d in numbers.offset_dims])
+    fill = params["fill_value"]
+    if fill is None:
+        inexact = jnp.issubdtype(out.dtype, jnp.inexact)
+        signed = jnp.issubdtype(out.dtype, jnp.signedinteger)
+        fill = jnp.nan if inexact else jnp.iinfo(out.dtype).min if signed else jnp.iinfo(out.dtype).max
+    return jnp.where(inside, out, jnp.asarray(fill, out.dtype))

@@ -1,0 +1,184 @@
+"""What lowering puts into the program, decided beforehand as plain data: constraints and manual operations.
+
+A cut point (contraction, gather, scatter, reduction) gets its operands constrained first to the value's own
+spec, then to the form's; its raw result too, or the compiler would take another form.  An operation whose
+partial sums a constraint can't express becomes a manual `shard_map` with staged reductions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from spmd_auto.cost.operation import STAGEABLE, OpForm
+from spmd_auto.cost.pricer import Priced, Pricer
+from spmd_auto.cost.reshard import gather_steps
+from spmd_auto.mesh.collectives import ALL_REDUCE
+from spmd_auto.mesh.logical import LogicalMesh, Spec
+from spmd_auto.propagate.assignment import axis_places
+from spmd_auto.propagate.graph import Graph, Op, Site, Value
+
+Own = Callable[[Value], Spec]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One staged reduction inside a manual operation: over `axes`; scattered over `dim`, or whole if None."""
+
+    axes: tuple[int, ...]
+    dim: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """Constraints around one operation.
+
+    Attributes:
+      operands: per operand the specs to constrain it to, in order.
+      results: per result likewise.
+      manual: staged reductions if the operation is written out by hand, else None.
+      targets, reduced: operand specs and the result spec after the steps, of a manual operation.
+    """
+
+    operands: tuple[tuple[Spec, ...], ...]
+    results: tuple[tuple[Spec, ...], ...]
+    manual: tuple[Step, ...] | None = None
+    targets: tuple[Spec, ...] = ()
+    reduced: Spec = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopSpecs:
+    """Specs of a loop's carries at the start and the end of its body, and of its results; None: not placed."""
+
+    start: tuple[Spec | None, ...]
+    end: tuple[Spec | None, ...]
+    results: tuple[Spec | None, ...]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Placements:
+    """Everything `lower` needs of a plan, by site of the equation."""
+
+    mesh: LogicalMesh
+    by_site: dict[Site, Placement]
+    loops: dict[Site, LoopSpecs]
+    arguments: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+
+
+def place(pricer: Pricer, priced: Priced) -> Placements:
+    analysis, mesh = pricer.analysis, pricer.mesh
+    graph, classes, structure = analysis.graph, analysis.classes, pricer.structure
+
+    def own(value: Value) -> Spec:
+        return priced.specs[classes.of_value[value.id]]
+
+    deferred: set[int] = set()  # leaves whose partial sums are combined at the root of their add chain
+    for leaves, group in structure.root_leaves.values():
+        if pricer.sum_group(group, priced.forms)[2]:
+            deferred.update(leaves)
+    by_site: dict[Site, Placement] = {}
+    for op in graph.ops:
+        index = classes.of_op[op.id]
+        if index is None or op.eqn is None:
+            continue
+        form = priced.forms[index]
+        if form is not None and (op.cuts_regions or op.name.startswith("reduce_")):
+            by_site[op.site] = _cut_point(mesh, op, form, own, op.id in deferred)
+        elif form is not None and form.reshards:
+            by_site[op.site] = _resharded(mesh, op, form, own)
+        elif op.name in ("add", "add_any") and op.results[0].placed:
+            by_site[op.site] = Placement(((),) * len(op.operands), ((own(op.results[0]),),))
+    return Placements(
+        mesh,
+        by_site,
+        _loops(graph, own),
+        tuple(own(v) for v in graph.arguments),
+        tuple(own(v) for v in graph.results),
+    )
+
+
+def _cut_point(mesh: LogicalMesh, op: Op, form: OpForm, own: Own, deferred: bool) -> Placement:
+    operands = []
+    for value, target in zip(op.operands, form.targets, strict=True):
+        if not value.placed:
+            operands.append(())
+            continue
+        stored = own(value)
+        chain = (stored, *gather_stages(mesh, stored, target), target) if stored != target else (target,)
+        operands.append(chain)
+    results = []
+    partial = bool(form.reductions)
+    for value, raw in zip(op.results, form.raws, strict=True):
+        if not value.placed or deferred:
+            results.append(())
+            continue
+        stored = own(value)
+        results.append((raw, stored) if not partial and raw != stored else (stored,))
+    if partial and not deferred and _is_manual(op, form):
+        steps, reduced = _steps(form, own(op.results[0]))
+        return Placement(tuple(operands), tuple(results), steps, form.targets, reduced)
+    return Placement(tuple(operands), tuple(results))
+
+
+def _resharded(mesh: LogicalMesh, op: Op, form: OpForm, own: Own) -> Placement:
+    """An elementwise operation whose result moves: computed in its form, then brought into its own spec."""
+    results = []
+    for value, raw in zip(op.results, form.raws, strict=True):
+        stored = own(value)
+        moves = value.placed and raw != stored
+        results.append((raw, *gather_stages(mesh, raw, stored), stored) if moves else ())
+    return Placement(((),) * len(op.operands), tuple(results))
+
+
+def _is_manual(op: Op, form: OpForm) -> bool:
+    """Whether the operation is written out by hand.
+
+    A contraction or scatter-add with partial sums always is; a reduction only if a constraint can't say it
+    (several collectives); a gather if it indexes one dimension.
+    """
+    if op.name == "gather":
+        numbers = op.eqn.params["dimension_numbers"]
+        return len(numbers.collapsed_slice_dims) == 1 and len(numbers.start_index_map) == 1
+    if op.name == "reduce_sum":
+        return len(form.reductions) > 1
+    return op.name in STAGEABLE
+
+
+def _steps(form: OpForm, stored: Spec) -> tuple[tuple[Step, ...], Spec]:
+    """Reductions of a form, scatters one mesh axis at a time (a joint one over a whole torus would be an all-reduce)."""
+    places = axis_places(stored)
+    spec = [list(axes) for axes in form.raws[0]]
+    steps: list[Step] = []
+    for transfer in form.reductions:
+        if transfer.kind == ALL_REDUCE:
+            steps.append(Step(transfer.axes, None))
+            continue
+        (axis,) = transfer.axes  # a staged scatter runs over one axis
+        steps.append(Step((axis,), places[axis]))
+        spec[places[axis]].append(axis)
+    return tuple(steps), tuple(tuple(axes) for axes in spec)
+
+
+def gather_stages(mesh: LogicalMesh, source: Spec, target: Spec) -> list[Spec]:
+    """Specs between `source` and `target` if the gathers between them are several collectives."""
+    stages, current = [], source
+    for axes in gather_steps(mesh, source, target)[:-1]:
+        current = tuple(tuple(a for a in dim if a not in axes) for dim in current)
+        stages.append(current)
+    return stages
+
+
+def _loops(graph: Graph, own: Own) -> dict[Site, LoopSpecs]:
+    def specs(values: list[Value]) -> tuple[Spec | None, ...]:
+        return tuple(own(v) if v.placed else None for v in values)
+
+    return {
+        site: LoopSpecs(
+            specs(loop.body_in[loop.consts : loop.consts + loop.carries]),
+            specs(loop.body_out[: loop.carries]),
+            specs(loop.results),
+        )
+        for site, loop in graph.loops.items()
+    }

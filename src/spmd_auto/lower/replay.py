@@ -1,0 +1,186 @@
+"""The user's jaxpr, evaluated again with the plan's constraints put in.
+
+Name stacks, source lines and contexts of every equation are kept, so profiles and `jax.named_scope` stay
+readable.  Loops are traced anew through `lax.scan` / `while_loop` / `switch`; a differentiated `remat`
+becomes the barrier and inlined body that JAX itself lowers it to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from spmd_auto import _compat
+from spmd_auto.errors import LoweringError
+from spmd_auto.lower.manual import manual_op
+from spmd_auto.lower.placement import Placements
+from spmd_auto.mesh.logical import Spec
+from spmd_auto.propagate.graph import CALLS, Site
+
+
+class Replay:
+    """Evaluates a jaxpr under placements on a jax mesh. One instance per trace."""
+
+    def __init__(self, placements: Placements, mesh: jax.sharding.Mesh):
+        self.placements, self.mesh = placements, mesh
+        self.logical = placements.mesh
+        self.constraints = 0
+        self.manual = 0
+        # one constrained value per (value, spec) and loop body: a second constraint would gather again
+        self._scopes: list[dict[tuple[int, Spec], tuple[Any, Any]]] = [{}]
+
+    def sharding(self, spec: Spec) -> NamedSharding:
+        return NamedSharding(self.mesh, self.logical.partition_spec(spec))
+
+    def constrain(self, x: Any, spec: Spec) -> Any:
+        scope = self._scopes[-1]
+        found = scope.get((id(x), spec))
+        if found is not None:
+            return found[1]
+        out = lax.with_sharding_constraint(x, self.sharding(spec))
+        self.constraints += 1
+        scope[id(x), spec] = (x, out)  # keeps x alive, so its id stays its own
+        scope[id(out), spec] = (out, out)
+        return out
+
+    def run(self, jaxpr: Any, args: Sequence[Any], site: Site = ()) -> list[Any]:
+        inner = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, Any] = dict(zip(inner.constvars, _compat.consts_of(jaxpr), strict=False))
+        env.update(zip(inner.invars, args, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, _compat.Literal) else env[var]
+
+        last_use = {v: i for i, e in enumerate(inner.eqns) for v in e.invars if not isinstance(v, _compat.Literal)}
+        keep = set(v for v in inner.outvars if not isinstance(v, _compat.Literal))
+        for index, eqn in enumerate(inner.eqns):
+            with _compat.eqn_context(eqn):
+                outs = self.apply(eqn, [read(v) for v in eqn.invars], (*site, index))
+            env.update(zip(eqn.outvars, outs, strict=True))
+            for v in eqn.invars:
+                if not isinstance(v, _compat.Literal) and last_use[v] == index and v not in keep:
+                    env.pop(v, None)
+        return [read(v) for v in inner.outvars]
+
+    def apply(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
+        name = eqn.primitive.name
+        if name in ("remat2", "checkpoint"):
+            return self.remat(eqn, operands, site)
+        if name in CALLS:
+            return self.run(_compat.call_jaxpr(eqn), operands, site)
+        if name == "scan":
+            return self.scan(eqn, operands, site)
+        if name == "while":
+            return self.while_loop(eqn, operands, site)
+        if name == "cond":
+            return self.cond(eqn, operands, site)
+        if name == "sharding_constraint":
+            return [self.user_constraint(eqn, operands[0])]
+        placement = self.placements.by_site.get(site)
+        if placement is None:
+            return _compat.bind(eqn, operands)
+        for k, specs in enumerate(placement.operands):
+            for spec in specs:
+                operands[k] = self.constrain(operands[k], spec)
+        if placement.manual is not None:
+            self.manual += 1
+            outs = [manual_op(eqn, operands, placement, self.logical, self.mesh)]
+        else:
+            outs = _compat.bind(eqn, operands)
+        for k, specs in enumerate(placement.results):
+            for spec in specs:
+                outs[k] = self.constrain(outs[k], spec)
+        return outs
+
+    # ---- control flow -------------------------------------------------------------------------
+
+    def remat(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
+        if eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
+            barred = [i for i, x in enumerate(operands) if isinstance(x, jax.Array)]
+            if barred:
+                for i, x in zip(barred, lax.optimization_barrier([operands[i] for i in barred]), strict=True):
+                    operands[i] = x
+        return self.run(_compat.call_jaxpr(eqn), operands, site)
+
+    def scan(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
+        params = eqn.params
+        consts, carries = _compat.scan_counts(params)
+        specs = self.placements.loops[site]
+        constants = operands[:consts]
+
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            self._scopes.append({})
+            carry = [self._carried(x, spec) for x, spec in zip(carry, specs.start, strict=True)]
+            outs = self.run(params["jaxpr"], [*constants, *carry, *xs], site)
+            out_carry = [self._carried(x, spec) for x, spec in zip(outs[:carries], specs.end, strict=True)]
+            self._scopes.pop()
+            return out_carry, outs[carries:]
+
+        final, ys = lax.scan(
+            body,
+            operands[consts : consts + carries],
+            operands[consts + carries :],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [self._carried(x, spec) for x, spec in zip([*final, *ys], specs.results, strict=True)]
+
+    def _carried(self, x: Any, spec: Spec | None) -> Any:
+        return x if spec is None else self.constrain(x, spec)
+
+    def while_loop(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
+        params = eqn.params
+        c, b = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, body_consts, start = operands[:c], operands[c : c + b], operands[c + b :]
+        specs = self.placements.loops[site]
+
+        def cond(carry: list[Any]) -> Any:
+            self._scopes.append({})
+            out = self.run(params["cond_jaxpr"], [*cond_consts, *carry], (*site, 0))[0]
+            self._scopes.pop()
+            return out
+
+        def body(carry: list[Any]) -> list[Any]:
+            self._scopes.append({})
+            carry = [self._carried(x, spec) for x, spec in zip(carry, specs.start, strict=True)]
+            outs = self.run(params["body_jaxpr"], [*body_consts, *carry], (*site, 1))
+            outs = [self._carried(x, spec) for x, spec in zip(outs, specs.end, strict=True)]
+            self._scopes.pop()
+            return outs
+
+        final = lax.while_loop(cond, body, start)
+        return [self._carried(x, spec) for x, spec in zip(final, specs.results, strict=True)]
+
+    def cond(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
+        index, rest = operands[0], operands[1:]
+
+        def branch(k: int) -> Any:
+            def run(*args: Any) -> list[Any]:
+                self._scopes.append({})
+                outs = self.run(eqn.params["branches"][k], args, (*site, k))
+                self._scopes.pop()
+                return outs
+
+            return run
+
+        return list(lax.switch(index, [branch(k) for k in range(len(eqn.params["branches"]))], *rest))
+
+    def user_constraint(self, eqn: Any, operand: Any) -> Any:
+        """A `with_sharding_constraint` of the user: kept, on the plan's mesh if it has the same axes."""
+        sharding = eqn.params["sharding"]
+        if isinstance(sharding, NamedSharding):
+            axes = set(map(str, sharding.mesh.axis_names))
+            used = {a for entry in sharding.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
+            if used <= set(self.logical.names):
+                return lax.with_sharding_constraint(operand, NamedSharding(self.mesh, sharding.spec))
+            raise LoweringError(
+                f"with_sharding_constraint at {_compat.source_line(eqn)} uses the mesh axes {sorted(used)}",
+                f"the plan's mesh has {self.logical.names}, the constraint's mesh has {sorted(axes)}",
+                ["give that mesh to auto_shard: @auto_shard(mesh=mesh)", "remove the constraint"],
+            )
+        return _compat.bind(eqn, [operand])[0]
