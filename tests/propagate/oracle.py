@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,18 +124,6 @@ def _tile(local: Local, args: list[Any]) -> list[Any]:
     return local.bind(args, reps=tuple(out // size for out, size in pairs))
 
 
-def _dynamic_update_slice(local: Local, args: list[Any]) -> list[Any]:
-    operand, update, *starts = args
-    inside = jnp.asarray(True)
-    for d, size in enumerate(local.app.operand_shapes[0]):
-        width = local.app.operand_shapes[1][d]
-        if local.pieces("operands", 0, d) > 1 and width < size:
-            starts[d] = jnp.clip(starts[d], 0, size - width) - local.offset("operands", 0, d)
-            inside &= (starts[d] >= 0) & (starts[d] < operand.shape[d])
-    (out,) = local.bind([operand, update, *starts])
-    return [jnp.where(inside, out, operand)]
-
-
 def _shifted(local: Local, indices: Any, index_map: Any, clip: bool) -> tuple[Any, Any, Any]:
     """Indices as a device sees them; which are its own; which are outside of the operand on a split dimension."""
     own, outside = jnp.ones(indices.shape[:-1], bool), jnp.zeros(indices.shape[:-1], bool)
@@ -216,7 +204,6 @@ _LOCAL: dict[str, Callable[[Local, list[Any]], list[Any]]] = {
     "random_split": _per_key,
     "slice": _slice,
     "tile": _tile,
-    "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "conv_general_dilated": _conv,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
@@ -243,21 +230,15 @@ def _data(x: Any) -> Any:
     return jax.random.key_data(x) if _compat.is_extended(x.dtype) else x
 
 
-def disagreement(app: Application, rule: Rule, placement: Placement, mesh: Mesh) -> str | None:
-    """Runs the application split as `placement` says; None if it equals the global result, else what is wrong.
-
-    Raises:
-      Exception: whatever JAX says if the local operation can't even be stated.
-    """
+def _split(app: Application, rule: Rule, placement: Placement, mesh: Mesh) -> Callable[..., Any]:
+    """The application as a function of global arrays (keys as their data), split as `placement` says."""
     view = Local(app, rule, placement, mesh)
-    keyed = [
-        getattr(a, "dtype", None) if _compat.is_extended(getattr(a, "dtype", np.float32)) else None for a in app.args
-    ]
+    is_key = [_compat.is_extended(a.dtype) for a in app.args]
 
     def on_shard(*shards: Any) -> list[Any]:
         args = [
-            x if dtype is None else jax.random.wrap_key_data(x, impl="threefry2x32")
-            for x, dtype in zip(shards, keyed, strict=True)
+            jax.random.wrap_key_data(x, impl="threefry2x32") if key else x
+            for x, key in zip(shards, is_key, strict=True)
         ]
         outs = _LOCAL.get(app.eqn.primitive.name, _plain)(view, args)
         for k, out in enumerate(outs):
@@ -270,14 +251,29 @@ def disagreement(app: Application, rule: Rule, placement: Placement, mesh: Mesh)
 
     in_specs = tuple(view.spec("operands", k) for k in range(len(app.args)))
     out_specs = [view.spec("results", k) for k in range(len(app.result_shapes))]
-    split = jax.shard_map(on_shard, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    args = [_data(a) for a in app.args]
-    got = jax.jit(split, compiler_options=QUICK)(*args)
-    for k, (out, want) in enumerate(zip(got, expected(app), strict=True)):
-        for shard in out.addressable_shards:
-            have, should = np.asarray(shard.data), want[shard.index]
-            if have.shape != should.shape or not _close(have, should):
-                return f"result {k} on {shard.device}: {have.ravel()[:4]} instead of {should.ravel()[:4]}"
+    return jax.shard_map(on_shard, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def disagreement(app: Application, rule: Rule, placements: Sequence[Placement], mesh: Mesh) -> str | None:
+    """Runs the application split in each of several ways (one program: compiling is what takes time).
+
+    Returns:
+      None if all equal the global result, else what is wrong.
+
+    Raises:
+      Exception: whatever JAX says if a local operation can't even be stated.
+    """
+    ways = [_split(app, rule, placement, mesh) for placement in placements]
+    program = jax.jit(lambda *args: [way(*args) for way in ways], compiler_options=QUICK)
+    got = program(*[_data(a) for a in app.args])
+    want = expected(app)
+    for placement, outs in zip(placements, got, strict=True):
+        for k, out in enumerate(outs):
+            for shard in out.addressable_shards:
+                have, should = np.asarray(shard.data), want[k][shard.index]
+                if have.shape != should.shape or not _close(have, should):
+                    shown = f"{have.ravel()[:4]} instead of {should.ravel()[:4]}"
+                    return f"{placement}: result {k} on {shard.device} is {shown}"
     return None
 
 
@@ -294,11 +290,11 @@ _EXPECTED: dict[int, tuple[Application, list[np.ndarray]]] = {}
 
 
 def expected(app: Application) -> list[np.ndarray]:
-    """The global results, computed once per application."""
+    """The global results, once per application and on one device: beside the split ways XLA would split it too."""
     if id(app) not in _EXPECTED:
         _EXPECTED.clear()
-        outs = jax.jit(lambda *args: [_data(x) for x in _compat.bind(app.eqn, args)], compiler_options=QUICK)(*app.args)
-        _EXPECTED[id(app)] = (app, [np.asarray(x) for x in outs])
+        whole = jax.jit(lambda *args: [_data(x) for x in _compat.bind(app.eqn, args)], compiler_options=QUICK)
+        _EXPECTED[id(app)] = (app, [np.asarray(x) for x in whole(*app.args)])
     return _EXPECTED[id(app)][1]
 
 

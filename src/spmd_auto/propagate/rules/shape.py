@@ -94,20 +94,18 @@ def pad(params: Params, operands: Shapes, results: Shapes) -> Rule:
 
 
 def dynamic_update_slice(params: Params, operands: Shapes, results: Shapes) -> Rule:
-    """Operand, update, start indices.
+    """Operand, update, start indices: where the update covers the dimension, start is 0 and all three pass.
 
-    Where the update covers the dimension, start is 0 and all three pass.  Where it is one element thick, only the
-    device that holds the place writes, the others drop it; the update has no piece of its own there.  Otherwise a
-    window may cross a border between devices: whole.
+    Elsewhere a window may cross a border between devices: whole.  A window of one element could be written by the
+    device that holds the place, and XLA does so; but if the start is out of bounds it then drops the update instead
+    of clamping the start, on both supported releases.
     """
     build = RuleBuilder(operands, results)
     for d, size in enumerate(results[0]):
-        width = operands[1][d]
-        if width == size:
+        if operands[1][d] == size:
             build.add([(0, d), (1, d)], [(0, d)])
-        elif width == 1:
-            build.add([(0, d)], [(0, d)])
         else:
+            build.needed_whole((1, d))
             build.add([(0, d)], [(0, d)], kind=Kind.REPLICATE)
     return build.build()
 

@@ -1,0 +1,90 @@
+"""Every rule, executed by hand: each factor alone, and drawn shapes, types, meshes and placements together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from spmd_auto.propagate.rules import known_primitives
+
+from .applications import CASES, UNSTATABLE, Draw, cycling
+from .oracle import Placement, disagreement, make_mesh, splittable
+
+MESHES = [(2,), (4,), (2, 2), (2, 4), (8,)]
+STATABLE = [name for name, case in CASES.items() if case.primitive not in UNSTATABLE]
+
+# Rules without an application of their own: each shares its function with tested ones.
+_UNTESTED = """
+    cholesky_update eig geqp3 geqrf hessenberg householder_product schur lu_pivots_to_permutation
+    copy_p empty eq_to expand_dims iota_2x32_shape le_to lt_to one_minus_square threefry2x32 tie zeros_like
+    layout_constraint reshard sharding_constraint
+    log2 polynomial
+"""  # the third line is the identity and names the global mesh; the last is newer than jax 0.10
+
+
+def test_every_rule_has_an_application() -> None:
+    assert known_primitives() - {case.primitive for case in CASES.values()} <= set(_UNTESTED.split())
+
+
+@pytest.mark.parametrize("name", STATABLE)
+def test_each_factor_alone(name: str) -> None:
+    app = CASES[name].apply(Draw(cycling(4, 6, 8, 10)))
+    rule = app.rule()
+    placements: list[Placement] = [{index: ("a",)} for index in splittable(rule, 2)]
+    assert disagreement(app, rule, placements, make_mesh((2,))) is None
+
+
+@st.composite
+def _examples(draw: Any, name: str) -> Any:
+    """An application, a mesh, and three ways to split the one over the other."""
+    case = CASES[name]
+    shape = draw(st.sampled_from(MESHES))
+    largest = max(shape)
+    # One size in three divides by the whole mesh, so that one factor can take two axes, in either order.
+    sizes = st.sampled_from([largest, 2 * largest, math.prod(shape)])
+    app = case.apply(Draw(lambda _: draw(sizes), draw(st.integers(0, 99)), draw(st.sampled_from(case.dtypes))))
+    rule = app.rule()
+    axes = list("ab"[: len(shape)])
+    placements = []
+    for _ in range(3):
+        placement: dict[int, tuple[str, ...]] = {}
+        left = dict.fromkeys(range(len(rule)), 1)
+        for axis in draw(st.permutations(axes)):
+            pieces = shape[axes.index(axis)]
+            fits = [f for f in left if f in splittable(rule, 1) and rule[f].size % (left[f] * pieces) == 0]
+            chosen = draw(st.sampled_from(fits)) if fits else None
+            if chosen is not None:
+                placement[chosen] = (*placement.get(chosen, ()), axis)
+                left[chosen] *= pieces
+        if placement not in placements:
+            placements.append(placement)
+    return app, rule, placements, shape
+
+
+# Seconds to compile, and elementwise like all the others.
+SLOW = {"igamma", "igammac", "igamma_grad_a", "polygamma", "zeta", "regularized_incomplete_beta"}
+
+
+@pytest.mark.parametrize("name", [name for name in STATABLE if name not in SLOW])
+def test_drawn(name: str) -> None:
+    simple = "/" not in name and CASES[name].dtypes == (np.float32,)
+
+    @settings(
+        max_examples=1 if simple else 3,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(_examples(name))
+    def check(example: Any) -> None:
+        app, rule, placements, shape = example
+        assert disagreement(app, rule, placements, make_mesh(shape)) is None
+
+    check()
