@@ -200,7 +200,9 @@ def compile_for(target: str | Target, lowered: Any, options: Mapping[str, Any] |
 
     Args:
       target: the target whose devices the program's mesh was made of.
-      options: further compiler options; they win over the target's.
+      options: further compiler options; they win over the target's. libtpu (0.0.42 and 0.0.50) aborts the process where
+        an asynchronous collective would have to pass through a `while` whose state is a single array;
+        `{"xla_tpu_enable_async_collective_fusion_multiple_steps": False}` avoids it and moves the same bytes.
 
     Returns:
       The compiled program, as `lowered.compile()` gives it.
