@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 
-from spmd_auto.cost.operation import OpForm
-from spmd_auto.mesh.logical import LogicalMesh, Spec, local_bytes, shard_fraction
 from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.propagate.graph import Graph, Op
 from spmd_auto.trace import Role
@@ -122,9 +119,6 @@ class MemoryTable:
             return np.zeros((1, self.count)), np.array([-1])
         return _drop_dominated(np.array(rows), np.array(owners))
 
-    def fractions(self, mesh: LogicalMesh, specs: Sequence[Spec]) -> np.ndarray:
-        return np.array([shard_fraction(mesh, s) for s in specs])
-
     def peak(self, fractions: np.ndarray, transient: np.ndarray) -> float:
         """Bytes of arguments and temporaries at the peak; `transient` has the extra bytes per operation class."""
         return float(self.arguments @ fractions + self.temporaries(fractions, transient))
@@ -143,18 +137,6 @@ class MemoryTable:
             sum(amount for role, amount in part.items() if role not in named),
             self.temporaries(fractions, transient),
         )
-
-
-def transient_bytes(mesh: LogicalMesh, op: Op, form: OpForm, operands: Sequence[Spec], results: Sequence[Spec]) -> float:
-    """Gathered operands and raw partial results that exist only while `op` runs."""
-    extra = 0.0
-    for value, stored, target in zip(op.operands, operands, form.targets, strict=True):
-        if value.placed and stored != target:
-            extra += local_bytes(mesh, value.bytes, target)
-    for value, stored, raw in zip(op.results, results, form.raws, strict=True):
-        if stored != raw:
-            extra += local_bytes(mesh, value.bytes, raw)
-    return extra
 
 
 def _loop_spans(graph: Graph) -> dict[tuple[int, ...], tuple[int, int]]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from spmd_auto.cost.compute import compute_seconds
 from spmd_auto.cost.reshard import ReshardTable
 from spmd_auto.mesh.collectives import ALL_REDUCE, REDUCE_SCATTER, Transfer, collective
-from spmd_auto.mesh.logical import LogicalMesh, Spec, local_bytes
+from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.assignment import axis_places, make_spec
 from spmd_auto.propagate.factors import Factor, Kind
 from spmd_auto.propagate.graph import Op
@@ -36,6 +36,7 @@ class OpForm:
       flops: FLOP of the local operation.
       after: seconds of compute, reshards and, unless they are shared with a sum group, reductions.
       total: `after` and this operation's share of its operands' reshards; what forms compete by.
+      transient: bytes of gathered operands and raw partial results, held only while the operation runs.
     """
 
     choice: tuple[int | None, ...]
@@ -47,6 +48,7 @@ class OpForm:
     flops: float
     after: float
     total: float
+    transient: float
 
 
 class OperationTable:
@@ -63,20 +65,22 @@ class OperationTable:
         results: tuple[Spec, ...],
         shared_sum: int,
         shared_operands: tuple[int, ...],
+        latency: tuple[float, tuple[float, ...]],
     ) -> tuple[OpForm, ...]:
         """All forms of `op` for operands and results stored under the given specs.
 
         Args:
           shared_sum: number of operations whose partial sums are combined together (1: alone).
           shared_operands: for each operand among how many operations a reshard of it is shared.
+          latency: share of the latency that collectives on the result, and on each operand, pay.
         """
-        key = (op.signature, operands, results, shared_sum, shared_operands)
+        key = (op.signature, operands, results, shared_sum, shared_operands, latency)
         found = self._memo.get(key)
         if found is None:
             candidates = [self._candidates(op, axis, operands, results) for axis in range(len(self.mesh.sizes))]
             made = []
             for choice in itertools.product(*candidates):
-                form = self._price(op, choice, operands, results, shared_sum, shared_operands)
+                form = self._price(op, choice, operands, results, shared_sum, shared_operands, latency)
                 if form is not None:
                     made.append(form)
             # the sort is stable, so equal prices keep the order of choices
@@ -125,6 +129,7 @@ class OperationTable:
         results: tuple[Spec, ...],
         shared_sum: int,
         shared_operands: tuple[int, ...],
+        latency: tuple[float, tuple[float, ...]],
     ) -> OpForm | None:
         mesh = self.mesh
         arranged = self._arrange(op.rule, choice, operands, results)
@@ -143,20 +148,25 @@ class OperationTable:
             if factor.kind is Kind.REDUCE:
                 partial.append(axis)
             pieces *= mesh.sizes[axis]
-        targets, incoming = [], 0.0
+        targets, incoming, transient = [], 0.0, 0.0
         for k, value in enumerate(op.operands):
             target = make_spec(len(value.shape), at_operand[k])
             targets.append(target)
-            if value.placed:
-                incoming += self.reshards.price(value.bytes, operands[k], target).seconds / shared_operands[k]
+            if value.placed and operands[k] != target:
+                incoming += (
+                    self.reshards.price(value.bytes, operands[k], target, latency[1][k]).seconds / shared_operands[k]
+                )
+                transient += value.bytes * self.reshards.fractions[target]
         raws, reductions, reshards = [], [], []
         for k, value in enumerate(op.results):
             raw = make_spec(len(value.shape), at_result[k])
             raws.append(raw)
-            combined, spec = self._combine(op, value.bytes, raw, results[k], partial, shared_sum)
+            if raw != results[k]:
+                transient += value.bytes * self.reshards.fractions[raw]
+            combined, spec = self._combine(op, value.bytes, raw, results[k], partial, shared_sum, latency[0])
             reductions += combined
-            reshards += self.reshards.price(value.bytes, spec, results[k]).transfers
-        seconds, flops = compute_seconds(mesh, op, targets, raws, pieces)
+            reshards += self.reshards.price(value.bytes, spec, results[k], latency[0]).transfers
+        seconds, flops = compute_seconds(self.reshards.fractions, op, targets, raws, pieces)
         reducing = sum(t.seconds for t in reductions)
         after = seconds + sum(t.seconds for t in reshards)
         if shared_sum == 1:
@@ -165,17 +175,17 @@ class OperationTable:
         else:
             total = incoming + after + reducing / shared_sum
         return OpForm(
-            choice, tuple(targets), tuple(raws), tuple(reductions), tuple(reshards), seconds, flops, after, total
+            choice, tuple(targets), tuple(raws), tuple(reductions), tuple(reshards), seconds, flops, after, total, transient
         )
 
     def _combine(
-        self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: list[int], shared_sum: int
+        self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: list[int], shared_sum: int, latency: float
     ) -> tuple[list[Transfer], Spec]:
         """Collectives that turn a partial sum of spec `raw` into a whole value, scattered where `wanted` is split."""
         if not partial:
             return [], raw
         mesh = self.mesh
-        size = local_bytes(mesh, total_bytes, raw)
+        size = total_bytes * self.reshards.fractions[raw]
         place = axis_places(wanted)
         current = axis_places(raw)
         order = [a for axes in wanted for a in axes]
@@ -185,19 +195,19 @@ class OperationTable:
             # said by a constraint: one joint scatter over one dimension, its axes in the order of the mesh;
             # XLA makes a full all-reduce and slices otherwise
             if len({place[a] for a in scattered}) > 1 or scattered != sorted(scattered):
-                return [collective(mesh, ALL_REDUCE, partial, size)], raw
+                return [collective(mesh, ALL_REDUCE, partial, size, latency)], raw
             stages = [tuple(scattered)] if scattered else []
         else:
             by_speed = sorted({place[a] for a in scattered}, key=lambda d: -max(_speed(mesh, a) for a in wanted[d]))
             stages = [(a,) for dim in by_speed for a in scattered if place[a] == dim]
         for axes in stages:
-            made.append(collective(mesh, REDUCE_SCATTER, axes, size))
+            made.append(collective(mesh, REDUCE_SCATTER, axes, size, latency))
             for axis in axes:
                 size /= mesh.sizes[axis]
                 current[axis] = place[axis]
         whole = [a for a in partial if a not in scattered]
         if whole:
-            made.append(collective(mesh, ALL_REDUCE, whole, size))
+            made.append(collective(mesh, ALL_REDUCE, whole, size, latency))
         return made, make_spec(len(raw), current)
 
 

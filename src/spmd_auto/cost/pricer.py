@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from spmd_auto.cost.memory import MemoryTable, transient_bytes
+from spmd_auto.cost.memory import MemoryTable
 from spmd_auto.cost.operation import OperationTable, OpForm
 from spmd_auto.cost.reshard import ReshardTable
 from spmd_auto.cost.structure import Structure, build_structure
 from spmd_auto.mesh.collectives import Transfer
-from spmd_auto.mesh.logical import LogicalMesh, Spec, shard_fraction
+from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.propagate.assignment import Assignment, SpecTable
 
@@ -68,6 +68,8 @@ class Pricer:
         self.reshards = ReshardTable(mesh)
         self.operations = OperationTable(mesh, self.reshards)
         self.states = 0
+        self._around = [(*cls.operands, *cls.results) for cls in analysis.classes.ops]
+        self._forms: list[dict[tuple[Spec, ...], tuple[OpForm, ...]]] = [{} for _ in self._around]
         self._flat_seconds = {c: b / mesh.chip.memory_bandwidth for c, b in self.structure.flat_bytes.items()}
 
     # ---- parts --------------------------------------------------------------------------------
@@ -75,13 +77,19 @@ class Pricer:
     def forms(self, op_class: int, specs: Sequence[Spec]) -> tuple[OpForm, ...]:
         """All forms of an operation class under the specs of the value classes, cheapest first."""
         cls = self.analysis.classes.ops[op_class]
-        return self.operations.forms(
-            cls.op,
-            tuple([specs[c] for c in cls.operands]),
-            tuple([specs[c] for c in cls.results]),
-            self.structure.share_sum[op_class],
-            self.structure.share_operands[op_class],
-        )
+        around = tuple([specs[c] for c in self._around[op_class]])
+        found = self._forms[op_class].get(around)
+        if found is None:
+            split = len(cls.operands)
+            found = self._forms[op_class][around] = self.operations.forms(
+                cls.op,
+                around[:split],
+                around[split:],
+                self.structure.share_sum[op_class],
+                self.structure.share_operands[op_class],
+                self.structure.latency[op_class],
+            )
+        return found
 
     def edge(self, index: int, specs: Sequence[Spec], forms: Sequence[OpForm | None]) -> tuple[float, list[Transfer]]:
         """(seconds per step, transfers of one trip) of an edge: every distinct target once."""
@@ -105,7 +113,7 @@ class Pricer:
                 if target in seen:
                     continue
                 seen.add(target)
-            reshard = self.reshards.price(cls.op.operands[position].bytes, stored, target)
+            reshard = self.reshards.price(cls.op.operands[position].bytes, stored, target, edge.latency)
             seconds += reshard.seconds
             moves += reshard.transfers
         return seconds * edge.trips, moves
@@ -130,7 +138,7 @@ class Pricer:
         return together * group.trips, shared, True
 
     def fused_seconds(self, specs: Sequence[Spec]) -> float:
-        return sum(s * shard_fraction(self.mesh, specs[c]) for c, s in self._flat_seconds.items())
+        return sum(s * self.reshards.fractions[specs[c]] for c, s in self._flat_seconds.items())
 
     # ---- whole prices ---------------------------------------------------------------------------
 
@@ -155,15 +163,9 @@ class Pricer:
             form = forms[i]
             assert form is not None
             seconds += ops[i].trips * form.after
-            transient[i] = self._transient(i, form, specs)
-        fractions = self.memory.fractions(self.mesh, specs)
+            transient[i] = form.transient
+        fractions = np.array([self.reshards.fractions[spec] for spec in specs])
         return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds)
-
-    def _transient(self, op_class: int, form: OpForm, specs: Sequence[Spec]) -> float:
-        cls = self.analysis.classes.ops[op_class]
-        return transient_bytes(
-            self.mesh, cls.op, form, [specs[c] for c in cls.operands], [specs[c] for c in cls.results]
-        )
 
     def _scored(
         self,
@@ -187,11 +189,7 @@ class Pricer:
         """
         self.states += 1
         old = parent.specs
-        changed = []
-        for c in touched:
-            spec = self.specs.of(c, assignment)
-            if spec != old[c]:
-                changed.append((c, spec))
+        changed = [(c, spec) for c, spec in self.specs.some(touched, assignment) if spec != old[c]]
         if not changed:
             return None
         specs = list(old)
@@ -201,7 +199,7 @@ class Pricer:
         op_ids: set[int] = set()
         edge_ids: set[int] = set()
         for c, spec in changed:
-            fraction = shard_fraction(self.mesh, spec)
+            fraction = self.reshards.fractions[spec]
             if c in self._flat_seconds:
                 seconds += self._flat_seconds[c] * (fraction - fractions[c])
             specs[c] = spec
@@ -214,9 +212,9 @@ class Pricer:
         for i in op_ids:
             form, before = self.forms(i, specs)[0], forms[i]
             assert before is not None
-            transient[i] = self._transient(i, form, specs)
             if form is before:
                 continue
+            transient[i] = form.transient
             seconds += ops[i].trips * (form.after - before.after)
             if form.targets != before.targets:
                 edge_ids.update(structure.edges_of_op.get(i, ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from spmd_auto.mesh.collectives import ALL_GATHER, ALL_TO_ALL, PERMUTE, Transfer, collective
-from spmd_auto.mesh.logical import LogicalMesh, Spec, local_bytes
+from spmd_auto.mesh.logical import LogicalMesh, ShardFractions, Spec
 from spmd_auto.propagate.assignment import axis_places
 
 
@@ -25,9 +25,10 @@ class ReshardTable:
 
     def __init__(self, mesh: LogicalMesh):
         self.mesh = mesh
-        self._memo: dict[tuple[int, Spec, Spec], Reshard] = {}
+        self.fractions = ShardFractions(mesh)
+        self._memo: dict[tuple[int, Spec, Spec, float], Reshard] = {}
 
-    def price(self, total_bytes: int, source: Spec, target: Spec) -> Reshard:
+    def price(self, total_bytes: int, source: Spec, target: Spec, latency: float = 1.0) -> Reshard:
         """Prices `source` -> `target` for a value of `total_bytes` unsplit.
 
         Order: slice what the target adds, exchange what moves to another dimension, gather what it drops
@@ -35,15 +36,15 @@ class ReshardTable:
         """
         if source == target:
             return NOTHING
-        key = (total_bytes, source, target)
+        key = (total_bytes, source, target, latency)
         found = self._memo.get(key)
         if found is None:
-            found = self._memo[key] = self._compute(total_bytes, source, target)
+            found = self._memo[key] = self._compute(total_bytes, source, target, latency)
         return found
 
-    def _compute(self, total: int, source: Spec, target: Spec) -> Reshard:
+    def _compute(self, total: int, source: Spec, target: Spec, latency: float) -> Reshard:
         mesh = self.mesh
-        size = local_bytes(mesh, total, source)
+        size = total * self.fractions[source]
         have, want = axis_places(source), axis_places(target)
         moves: list[Transfer] = []
         for dim in range(len(source)):
@@ -51,7 +52,7 @@ class ReshardTable:
             if kept and (kept != source[dim][: len(kept)] or kept != target[dim][: len(kept)]):
                 # the same axes in another order of major and minor: pieces change places
                 axes = tuple(sorted(set(source[dim]) | set(target[dim])))
-                moves.append(collective(mesh, PERMUTE, axes, min(size, local_bytes(mesh, total, target))))
+                moves.append(collective(mesh, PERMUTE, axes, min(size, total * self.fractions[target]), latency))
         for axis in want:
             if axis not in have:
                 size /= mesh.sizes[axis]
@@ -60,11 +61,11 @@ class ReshardTable:
             if axis in want and want[axis] != dim:
                 exchanged.setdefault((dim, want[axis]), []).append(axis)
         for axes in exchanged.values():
-            moves.append(collective(mesh, ALL_TO_ALL, axes, size))
+            moves.append(collective(mesh, ALL_TO_ALL, axes, size, latency))
         for axes in gather_steps(mesh, source, target):
             for axis in axes:
                 size *= mesh.sizes[axis]
-            moves.append(collective(mesh, ALL_GATHER, axes, size))
+            moves.append(collective(mesh, ALL_GATHER, axes, size, latency))
         return Reshard(sum(m.seconds for m in moves), tuple(moves))
 
 

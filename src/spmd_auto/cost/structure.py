@@ -23,11 +23,13 @@ class Edge:
 
     A consumer is (operation class, operand position, permutation): dimension `i` of the operand is
     dimension `permutation[i]` of the value; () if they are the same.
+    `latency` is the share of the latency that its collectives pay (see `_latencies`).
     """
 
     value: int
     consumers: tuple[tuple[int, int, tuple[int, ...]], ...]
     trips: int
+    latency: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Structure:
       root_leaves: root operation id -> (ids of its leaves, index of its sum group).
       share_sum: per operation class, how many leaves its sum group has (1: none).
       share_operands: per operation class and operand, among how many contractions a reshard is shared.
+      latency: per operation class the share of the latency that collectives on its results and operands pay.
     """
 
     active: list[int]
@@ -60,6 +63,7 @@ class Structure:
     root_leaves: dict[int, tuple[tuple[int, ...], int]]
     share_sum: list[int]
     share_operands: list[tuple[int, ...]]
+    latency: list[tuple[float, tuple[float, ...]]]
     edges_of_value: dict[int, list[int]]
     edges_of_op: dict[int, list[int]]
     sums_of_op: dict[int, list[int]]
@@ -70,7 +74,8 @@ def build_structure(analysis: Analysis) -> Structure:
     classes = analysis.classes
     flat, flat_bytes = _flat(classes.ops)
     active = [i for i in range(len(classes.ops)) if i not in flat]
-    edges = _edges(analysis, flat)
+    latency = _latencies(analysis)
+    edges = _edges(analysis, flat, latency)
     sums, root_leaves = _sums(analysis)
     share_sum = [1] * len(classes.ops)
     for group in sums:
@@ -106,6 +111,7 @@ def build_structure(analysis: Analysis) -> Structure:
         root_leaves,
         share_sum,
         [tuple(s) for s in share],
+        latency,
         edges_of_value,
         edges_of_op,
         sums_of_op,
@@ -127,7 +133,35 @@ def _flat(ops: list[OpClass]) -> tuple[frozenset[int], dict[int, float]]:
     return frozenset(flat), dict(weight)
 
 
-def _edges(analysis: Analysis, flat: frozenset[int]) -> list[Edge]:
+def _latencies(analysis: Analysis) -> list[tuple[float, tuple[float, ...]]]:
+    """Shares of latency: XLA combines the gradients' reductions of one loop body, and its weights' gathers.
+
+    A collective on a value that has a parameter's form pays one part of the latency, of as many as there are
+    such values in its loop; activations wait for each other and pay all of it.
+    """
+    forms, classes = analysis.forms.of, analysis.classes
+    made: Counter[tuple[Site, ...]] = Counter()
+    read: dict[tuple[Site, ...], set[int]] = defaultdict(set)
+    for op in analysis.graph.ops:
+        if op.flops or op.name.startswith(("reduce_", "scatter")):
+            made[op.loop] += sum(v.id in forms for v in op.results)
+        if op.flops:
+            read[op.loop].update(v.id for v in op.operands if v.id in forms)
+
+    def share(value: Value, count: int) -> float:
+        return 1.0 / max(1, count) if value.id in forms else 1.0
+
+    out = []
+    for cls in classes.ops:
+        op = cls.op
+        result = min((share(v, made[op.loop]) for v in op.results), default=1.0)
+        out.append((result, tuple(share(v, len(read[op.loop])) for v in op.operands)))
+    return out
+
+
+def _edges(
+    analysis: Analysis, flat: frozenset[int], latency: list[tuple[float, tuple[float, ...]]]
+) -> list[Edge]:
     classes = analysis.classes
     roots = _common_values(analysis)
     readers: dict[int, dict[tuple[tuple[Site, ...], int], set[tuple[int, int, tuple[int, ...]]]]] = {}
@@ -143,7 +177,10 @@ def _edges(analysis: Analysis, flat: frozenset[int]) -> list[Edge]:
     for value_id, by_loop in readers.items():
         for (_, count), consumers in by_loop.items():
             trips[classes.of_value[value_id], tuple(sorted(consumers))] += count
-    return [Edge(value, consumers, count) for (value, consumers), count in trips.items()]
+    return [
+        Edge(value, consumers, count, min(latency[c][1][k] for c, k, _ in consumers))
+        for (value, consumers), count in trips.items()
+    ]
 
 
 def _common_values(analysis: Analysis) -> dict[int, tuple[int, tuple[int, ...]]]:

@@ -43,24 +43,27 @@ class Transfer:
         return Transfer(self.kind, self.axes, self.bytes * factor, self.seconds * factor)
 
 
-def collective(mesh: LogicalMesh, kind: str, axes: tuple[int, ...] | list[int], size: float) -> Transfer:
+def collective(
+    mesh: LogicalMesh, kind: str, axes: tuple[int, ...] | list[int], size: float, latency: float = 1.0
+) -> Transfer:
     """Prices a collective.
 
     Args:
       axes: mesh axes of the group.
       size: payload bytes per device: the reduced buffer, the gathered result, the input before a scatter,
         the local buffer of an all-to-all or permute.
+      latency: share of the latency that it pays; below 1 if XLA combines it with others.
     """
     axes = tuple(sorted(axes))
     count = math.prod(mesh.sizes[a] for a in axes)
     if kind == PERMUTE:
         slow = min((mesh.links[a] for a in axes), key=lambda link: link.bandwidth)
-        return Transfer(kind, axes, size, slow.latency + size / slow.bandwidth)
+        return Transfer(kind, axes, size, latency * slow.latency + size / slow.bandwidth)
     rounds = 2 if kind == ALL_REDUCE else 1
     seconds, left = 0.0, size
     for axis in sorted(axes, key=lambda a: -mesh.links[a].bandwidth):
         n, link = mesh.sizes[axis], mesh.links[axis]
-        seconds += link.latency * (n - 1) + left * (n - 1) / n / link.bandwidth
+        seconds += latency * link.latency * (n - 1) + left * (n - 1) / n / link.bandwidth
         if kind != ALL_TO_ALL:  # an all-to-all sends on what leaves the fast group undiminished
             left /= n
     return Transfer(kind, axes, rounds * size * (count - 1) / count, rounds * seconds)

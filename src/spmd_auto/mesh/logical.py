@@ -110,5 +110,17 @@ def shard_fraction(mesh: LogicalMesh, spec: Spec) -> float:
     return fraction
 
 
+class ShardFractions(dict[Spec, float]):
+    """`shard_fraction` of one mesh, remembered by spec."""
+
+    def __init__(self, mesh: LogicalMesh):
+        super().__init__()
+        self.mesh = mesh
+
+    def __missing__(self, spec: Spec) -> float:
+        self[spec] = fraction = shard_fraction(self.mesh, spec)
+        return fraction
+
+
 def local_bytes(mesh: LogicalMesh, total: float, spec: Spec) -> float:
     return total * shard_fraction(mesh, spec)

@@ -1,0 +1,6 @@
+"""Plans: made by search or by hand, saved, loaded, explained."""
+
+from spmd_auto.plan.make import make_plan, plan, price, price_strategy
+from spmd_auto.plan.plan import Plan, SearchRecord
+
+__all__ = ["Plan", "SearchRecord", "make_plan", "plan", "price", "price_strategy"]

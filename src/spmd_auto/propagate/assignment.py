@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.propagate.forms import Form
@@ -34,11 +34,6 @@ class Assignment:
     flips: frozenset[tuple[int, int]] = frozenset()
     forms: tuple[tuple[FormKey, tuple[Split, ...]], ...] = ()
 
-    def form(self, key: FormKey | None) -> tuple[Split, ...]:
-        if key is None:
-            return ()
-        return next((splits for k, splits in self.forms if k == key), ())
-
 
 class SpecTable:
     """Specs of all value classes under assignments, on a mesh of given axis sizes (memoised).
@@ -61,27 +56,32 @@ class SpecTable:
         self.pinned = tuple(pinned)
         self._groups = [frozenset(c.groups) for c in self.classes]
         self._regions = [frozenset(r for r in c.regions if r >= 0) for c in self.classes]
+        self._form = [c.form for c in self.classes]
         self._memo: dict[object, Spec] = {}
-        self._forms_memo: dict[int, dict[FormKey, tuple[Split, ...]]] = {}
 
     def all(self, assignment: Assignment) -> list[Spec]:
-        return [self.of(c, assignment) for c in range(len(self.classes))]
+        """Specs of all value classes."""
+        return [spec for _, spec in self.some(range(len(self.classes)), assignment)]
 
-    def of(self, index: int, assignment: Assignment) -> Spec:
-        groups, regions = self._groups[index], self._regions[index]
-        form = self.classes[index].form
-        key = (
-            index,
-            tuple([split for split in assignment.order if split[0] in groups]),
-            frozenset([flip for flip in assignment.flips if flip[0] in regions]) if regions else None,
-            assignment.form(form) if form is not None and assignment.forms else None,
-        )
-        spec = self._memo.get(key)
-        if spec is None:
-            spec = self._memo[key] = self._compute(index, assignment)
-        return spec
+    def some(self, indices: Iterable[int], assignment: Assignment) -> list[tuple[int, Spec]]:
+        """(class, spec) of some value classes."""
+        order, flips, forms = assignment.order, assignment.flips, dict(assignment.forms)
+        out = []
+        for index in indices:
+            groups, form = self._groups[index], self._form[index]
+            key = (
+                index,
+                tuple([split for split in order if split[0] in groups]),
+                tuple(sorted([f for f in flips if f[0] in self._regions[index]])) if flips else (),
+                forms.get(form) if form is not None else None,
+            )
+            spec = self._memo.get(key)
+            if spec is None:
+                spec = self._memo[key] = self._compute(index, assignment, forms.get(form, ()) if form else ())
+            out.append((index, spec))
+        return out
 
-    def _compute(self, index: int, assignment: Assignment) -> Spec:
+    def _compute(self, index: int, assignment: Assignment, splits: tuple[Split, ...]) -> Spec:
         cls = self.classes[index]
         rank = len(cls.shape)
         if cls.pin is not None:
@@ -103,7 +103,7 @@ class SpecTable:
             dim = able[0][1] if len(able) == 1 else self._contest(cls.regions, rank, sorted(able), axis, assignment)
             taken[axis] = dim
             parts[dim] *= n
-        for group, axis in sorted(assignment.form(cls.form), key=lambda split: (-self.speed[split[1]], split[1])):
+        for group, axis in sorted(splits, key=lambda split: (-self.speed[split[1]], split[1])):
             if axis in taken:
                 continue
             n = self.sizes[axis]

@@ -42,10 +42,10 @@ class Value:
     opaque: bool  # PRNG keys: never constrained
     depends: int = 0
     path: str = ""  # of an argument
+    bytes: int = 0
 
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+    def __post_init__(self) -> None:
+        self.bytes = math.prod(self.shape) * self.itemsize
 
     @property
     def placed(self) -> bool:

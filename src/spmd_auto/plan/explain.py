@@ -1,0 +1,205 @@
+"""A plan in words and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import io
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from spmd_auto.errors import StrategyError
+from spmd_auto.plan.plan import Plan
+from spmd_auto.propagate.assignment import Assignment
+
+WIDTH = 110
+
+
+def render(*parts: Any, width: int = WIDTH) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False, no_color=True)
+    for part in parts:
+        console.print(part)
+    return out.getvalue()
+
+
+def size(n: float) -> str:
+    """Bytes for a reader."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 999.5 or unit == "TB":
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale or unit == "us":
+            return f"{seconds / scale:.3g} {unit}"
+    raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice of a plan and what undoing it alone would change (positive: the choice saves)."""
+
+    what: str
+    given: str
+    saves_seconds: float
+    saves_moved: float
+    saves_memory: float
+
+
+def choices(plan: Plan) -> list[Choice]:
+    """Each logical axis and each ZeRO axis of a plan against the same plan without it."""
+    assignment = plan.priced.assignment
+    alternatives: list[tuple[str, str, Assignment]] = []
+    for name, to in plan.axis_splits().items():
+        group = plan.analysis.group(name)
+        without = tuple(split for split in assignment.order if split[0] != group)
+        alternatives.append((name, "+".join(to), dataclasses.replace(assignment, order=without)))
+    for axis_index, axis in enumerate(plan.mesh.names):
+        kept = tuple(
+            (key, tuple(s for s in splits if s[1] != axis_index)) for key, splits in assignment.forms
+        )
+        if kept == assignment.forms:
+            continue
+        forms = sorted({key[1].name.lower() for key, splits in assignment.forms if any(s[1] == axis_index for s in splits)})
+        kept = tuple(entry for entry in kept if entry[1])
+        alternatives.append(("ZeRO: " + ", ".join(forms), axis, dataclasses.replace(assignment, forms=kept)))
+    from spmd_auto.cost.report import make_report
+
+    out = []
+    for what, given, other in alternatives:
+        priced = plan.pricer.price(other)
+        moved = make_report(plan.pricer, priced).bytes_moved
+        out.append(
+            Choice(
+                what,
+                given,
+                priced.seconds - plan.seconds,
+                moved - plan.report.bytes_moved,
+                priced.memory - plan.memory,
+            )
+        )
+    return out
+
+
+def axis_table(plan: Plan) -> Table:
+    table = Table(title=f"logical axes of {plan.program.name} on {plan.mesh.describe()}", title_justify="left")
+    for column in ("axis", "size", "given", "without it: time", "moved", "memory"):
+        table.add_column(column, justify="left" if column in ("axis", "given") else "right")
+    done = {}
+    for choice in choices(plan):
+        done[choice.what] = choice
+    names = {n: g for g, n in plan.analysis.names.items() if g not in plan.analysis.stacked}
+    on_arguments = {g for v in plan.analysis.graph.arguments for g in plan.analysis.axes.of[v.id]}
+    for name, group in names.items():
+        if name not in done and group not in on_arguments:
+            continue
+        choice = done.get(name)
+        cells = (
+            (choice.given, f"{_signed(choice.saves_seconds, duration)}", _signed(choice.saves_moved, size), _signed(choice.saves_memory, size))
+            if choice
+            else ("whole", "", "", "")
+        )
+        table.add_row(name, str(plan.analysis.axes.size[group]), *cells)
+    for choice in done.values():
+        if choice.what.startswith("ZeRO"):
+            table.add_row(
+                choice.what,
+                "",
+                choice.given,
+                _signed(choice.saves_seconds, duration),
+                _signed(choice.saves_moved, size),
+                _signed(choice.saves_memory, size),
+            )
+    return table
+
+
+def _signed(x: float, show: Any) -> str:
+    return ("+" if x >= 0 else "-") + show(abs(x))
+
+
+def price_table(plan: Plan) -> Table:
+    report = plan.report
+    table = Table(title="predicted for one step, per device", title_justify="left")
+    table.add_column("term")
+    table.add_column("time", justify="right")
+    table.add_column("detail")
+    table.add_row("compute", duration(report.compute), f"{report.flops:.3g} FLOP in contractions")
+    table.add_row("elementwise", duration(report.fused), "by the bytes that fused operations move")
+    moved = ", ".join(
+        f"{kind} over {'+'.join(axes)} {size(b)}" for (kind, axes), b in sorted(report.bytes_by_kind_and_axes().items()) if b >= 1
+    )
+    table.add_row("communication", duration(report.communication), moved or "none")
+    table.add_row("sum", duration(report.seconds), f"{size(report.bytes_moved)} sent")
+    m = report.memory
+    table.add_row(
+        "memory",
+        size(m.total),
+        f"parameters {size(m.parameters)}, optimizer {size(m.optimizer)}, batch {size(m.batch)}, "
+        f"temporaries {size(m.temporaries)}, other {size(m.other)}",
+    )
+    return table
+
+
+def whole_leaves(plan: Plan, count: int = 5) -> list[tuple[str, int]]:
+    """The largest argument leaves that every device holds whole: (path, bytes)."""
+    whole = [
+        (leaf.path, leaf.bytes)
+        for leaf, spec in zip(plan.program.arguments, plan.placements.arguments, strict=True)
+        if not any(spec) and leaf.shape
+    ]
+    return sorted(whole, key=lambda entry: -entry[1])[:count]
+
+
+def explain_plan(plan: Plan) -> str:
+    notes = []
+    record = plan.search
+    how = f"{record.states} states on {record.meshes} meshes in {record.seconds:.2f} s"
+    notes.append(f"found by search: {how}" if record.states > 1 else "a strategy given by hand")
+    if record.stopped:
+        notes.append(f"the search was stopped by its {record.stopped}: the best plan so far")
+    whole = whole_leaves(plan)
+    if whole:
+        notes.append("held whole by every device: " + ", ".join(f"{path} ({size(b)})" for path, b in whole))
+    for unknown in plan.analysis.graph.unknown.values():
+        notes.append(f"no rule for {unknown.primitive} at {unknown.source}: kept whole, {size(unknown.bytes)}")
+    return render(axis_table(plan), price_table(plan), *notes)
+
+
+def explain_leaf(plan: Plan, path: str) -> str:
+    """What a plan does to one argument leaf.
+
+    Raises:
+      StrategyError: no such leaf.
+    """
+    leaves = plan.program.arguments
+    index = next((i for i, leaf in enumerate(leaves) if path in (leaf.path, leaf.path.split("/", 1)[-1])), None)
+    if index is None:
+        near = difflib.get_close_matches(path, [leaf.path for leaf in leaves], n=3, cutoff=0.3)
+        raise StrategyError(f"no argument leaf {path!r}", "", [f"did you mean {n!r}?" for n in near])
+    leaf, spec = leaves[index], plan.placements.arguments[index]
+    groups = plan.analysis.axes.of[plan.analysis.graph.arguments[index].id]
+    parts = math.prod(plan.mesh.sizes[a] for axes in spec for a in axes)
+    local = tuple(n // math.prod(plan.mesh.sizes[a] for a in axes) for n, axes in zip(leaf.shape, spec, strict=True))
+    lines = [
+        f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}, {leaf.role.value if leaf.role else ''}",
+        f"  spec {plan.mesh.partition_spec(spec)}: pieces of {list(local)}, {size(leaf.bytes / parts)} per device of {size(leaf.bytes)}",
+    ]
+    given = plan.axis_splits()
+    for dim, (group, axes) in enumerate(zip(groups, spec, strict=True)):
+        name = plan.analysis.names.get(group, f"axis{group}")
+        if axes:
+            to = "+".join(plan.mesh.names[a] for a in axes)
+            by_zero = [plan.mesh.names[a] for a in axes if plan.mesh.names[a] not in given.get(name, ())]
+            how = f"ZeRO over {'+'.join(by_zero)}" if by_zero else f"{name} is split over {to} everywhere"
+            lines.append(f"  dimension {dim} is {name}, over {to}: {how}")
+        else:
+            why = "the stacking dimension of a scan" if group in plan.analysis.stacked else "not split by this plan"
+            lines.append(f"  dimension {dim} is {name}, whole: {why}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,200 @@
+"""Making plans: the whole way from a traced program to the best plan found, or to the price of a given strategy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from spmd_auto.cost.memory import MemoryTable
+from spmd_auto.cost.pricer import Priced, Pricer
+from spmd_auto.cost.structure import build_structure
+from spmd_auto.errors import BatchError, MemoryBudgetError, MeshError
+from spmd_auto.mesh import Cluster, LogicalMesh, Spec, cluster_of, logical_mesh_of
+from spmd_auto.plan.pins import Pins, resolve_pins
+from spmd_auto.plan.plan import Plan, SearchRecord
+from spmd_auto.propagate.analysis import Analysis, analyse
+from spmd_auto.propagate.assignment import Assignment
+from spmd_auto.search import strategies
+from spmd_auto.search.beam import Clock, SearchOptions, search_mesh
+from spmd_auto.search.refine import refine
+from spmd_auto.search.space import build_space
+from spmd_auto.trace import Program, Role, trace
+
+# Share of a chip's memory that a plan may fill: the allocators of XLA keep the rest.
+USABLE = 0.92
+
+MeshLike = LogicalMesh | Cluster | jax.sharding.Mesh | None
+Progress = Callable[[str], None]
+
+
+def candidate_meshes(mesh: MeshLike) -> list[LogicalMesh]:
+    """Logical meshes to search: the one given, or those that a cluster offers (default: this process' devices)."""
+    if isinstance(mesh, LogicalMesh):
+        return [mesh]
+    if isinstance(mesh, jax.sharding.Mesh):
+        return [logical_mesh_of(mesh)]
+    if mesh is None:
+        mesh = cluster_of()
+    if isinstance(mesh, Cluster):
+        return mesh.meshes()
+    raise MeshError(
+        f"mesh is a {type(mesh).__name__}",
+        "a plan is for a jax Mesh, a spmd_auto.cluster(...) or a logical mesh",
+        ['spmd_auto.cluster("h100", hosts=2)', "jax.make_mesh((2, 4), ('data', 'model'))"],
+    )
+
+
+def budget_for(mesh: LogicalMesh, memory: float | None) -> float:
+    """Bytes of one device that a plan may need. Simulated CPU devices share the host's memory: no limit."""
+    if memory is not None:
+        return float(memory)
+    return float("inf") if mesh.chip.platform == "cpu" else USABLE * mesh.chip.memory
+
+
+def make_plan(
+    program: Program,
+    mesh: MeshLike = None,
+    *,
+    pins: Pins | None = None,
+    memory: float | None = None,
+    search: SearchOptions | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Searches the best plan for a program.
+
+    Args:
+      mesh: a jax Mesh or logical mesh (axes kept), a cluster (axes searched), or None for the devices at hand.
+      pins: tree-path glob -> PartitionSpec.
+      memory: bytes per device; default 92 % of the chip's, no limit on the CPU.
+
+    Raises:
+      MemoryBudgetError: nothing fits; says what came nearest.
+      PinError: a pin that can't hold.
+    """
+    start = time.perf_counter()
+    options = search or SearchOptions()
+    meshes = candidate_meshes(mesh)
+    clock = Clock(options.states, None if options.seconds is None else time.monotonic() + options.seconds)
+    analysis: Analysis | None = None
+    structure = memory_table = None
+    best: tuple[Pricer, Priced] | None = None
+    states = 0
+    for candidate in meshes:
+        pinned = resolve_pins(program, candidate, pins or {})
+        if analysis is None:
+            analysis = analyse(program, {argument: k for k, argument in enumerate(pinned)})
+            structure, memory_table = build_structure(analysis), MemoryTable(analysis)
+        pricer = Pricer(
+            analysis, candidate, budget_for(candidate, memory), list(pinned.values()), structure, memory_table
+        )
+        found = search_mesh(pricer, build_space(analysis, candidate), options, clock, progress)
+        states += pricer.states
+        if found and (best is None or found[0].score < best[1].score):
+            best = (pricer, found[0])
+        if clock.stopped:
+            break
+    assert best is not None
+    pricer, priced = best
+    record = SearchRecord(states, time.perf_counter() - start, clock.stopped, len(meshes))
+    plan = Plan(pricer, priced, record)
+    if priced.memory > pricer.budget:
+        raise _does_not_fit(plan)
+    return plan
+
+
+def _does_not_fit(plan: Plan) -> MemoryBudgetError:
+    memory, budget = plan.report.memory, plan.pricer.budget
+    gb = 1e9
+    whole = sum(leaf.bytes for leaf in plan.program.arguments if leaf.role is not Role.BATCH)
+    needed = max(plan.mesh.device_count + 1, round(plan.mesh.device_count * memory.total / budget + 0.5))
+    return MemoryBudgetError(
+        f"no plan of {plan.program.name} fits {budget / gb:.3g} GB per device on {plan.mesh.describe()}",
+        f"the nearest needs {memory.total / gb:.3g} GB: parameters {memory.parameters / gb:.3g}, optimizer state "
+        f"{memory.optimizer / gb:.3g}, batch {memory.batch / gb:.3g}, temporaries {memory.temporaries / gb:.3g}; "
+        f"{(memory.total - budget) / gb:.3g} GB are missing (the whole state is {whole / gb:.3g} GB)",
+        [
+            f"about {needed} devices of this size",
+            "a smaller batch, or rematerialised layers (jax.checkpoint), if temporaries are the larger part",
+            f"memory={memory.total:.3g} if the devices have it",
+        ],
+    )
+
+
+def price_strategy(
+    program: Program,
+    mesh: LogicalMesh | jax.sharding.Mesh,
+    assignment: Assignment | Mapping[str, str | Sequence[str]],
+    *,
+    zero: int = 0,
+    zero_axes: Sequence[str] = (),
+    analysis: Analysis | None = None,
+    memory: float | None = None,
+    refined: bool = False,
+    pins: Pins | None = None,
+) -> Plan:
+    """The plan that a strategy given by hand stands for, priced.
+
+    Args:
+      assignment: logical axis -> mesh axis or axes, strongest first: `{"batch": "data", "heads": "model"}`.
+      zero: ZeRO stage 0 to 3 over `zero_axes`, for all parameters.
+      refined: let operations agree on forms jointly (as the search's last step does).
+
+    Raises:
+      StrategyError: an axis that the program or the mesh does not have.
+      BatchError: a logical axis that the mesh axes given to it can't divide on any value.
+    """
+    logical = candidate_meshes(mesh)[0]
+    pinned: dict[int, Spec] = resolve_pins(program, logical, pins or {})
+    analysis = analysis or analyse(program, {argument: k for k, argument in enumerate(pinned)})
+    if not isinstance(assignment, Assignment):
+        splits = [(axis, to) for axis, tos in assignment.items() for to in ([tos] if isinstance(tos, str) else tos)]
+        for axis, to in splits:
+            _check_axis(analysis, logical, axis, to)
+        assignment = strategies.build(analysis, logical, splits, zero_stage=zero, zero_axes=zero_axes)
+    pricer = Pricer(analysis, logical, budget_for(logical, memory), list(pinned.values()))
+    priced = pricer.price(assignment)
+    return Plan(pricer, refine(pricer, priced) if refined else priced, SearchRecord(states=1))
+
+
+def _check_axis(analysis: Analysis, mesh: LogicalMesh, axis: str, to: str) -> None:
+    group = strategies.resolve_axis(analysis, axis)
+    n = mesh.sizes[strategies.resolve_mesh_axis(mesh, to)]
+    size = analysis.axes.size[group]
+    if size % n:
+        divisors = [d for d in range(n, 1, -1) if size % d == 0]
+        raise BatchError(
+            f"logical axis {axis!r} of size {size} can't be split over {to!r} ({n} devices)",
+            "it is smaller than the mesh axis" if size < n else f"{size} is not divisible by {n}",
+            [f"a mesh axis of {divisors[0]}" if divisors else f"a {axis} of at least {n}", "leave the axis whole"],
+        )
+
+
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike = None,
+    pins: Pins | None = None,
+    memory: float | None = None,
+    search: SearchOptions | None = None,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Plans a step on arrays or `ShapeDtypeStruct`s; no device is needed if `mesh` is a cluster."""
+    program = trace(step, *args, **kwargs)
+    return make_plan(program, mesh, pins=pins, memory=memory, search=search, progress=progress)
+
+
+def price(
+    step: Callable[..., Any],
+    *args: Any,
+    mesh: LogicalMesh | jax.sharding.Mesh,
+    assignment: Mapping[str, str | Sequence[str]],
+    zero: int = 0,
+    zero_axes: Sequence[str] = (),
+    **kwargs: Any,
+) -> Plan:
+    """Prices a strategy that the user chose; see `price_strategy`."""
+    return price_strategy(trace(step, *args, **kwargs), mesh, assignment, zero=zero, zero_axes=zero_axes)

@@ -1,0 +1,141 @@
+"""The plan: the one artefact. Specs, mesh, prices, and how to lower it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from spmd_auto.cost.pricer import Priced, Pricer
+from spmd_auto.cost.report import PriceReport, make_report
+from spmd_auto.lower import LoweredStep, Placements, lower_step, place
+from spmd_auto.mesh.logical import LogicalMesh
+from spmd_auto.propagate.analysis import Analysis
+from spmd_auto.trace import Leaf, Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchRecord:
+    """How a plan was found: states priced, seconds, and why the search ended early ("" if it did not)."""
+
+    states: int = 0
+    seconds: float = 0.0
+    stopped: str = ""
+    meshes: int = 1
+
+
+class Plan:
+    """A strategy for one program on one mesh, with its price. Immutable; made by `plan`, `price` or `Plan.load`."""
+
+    def __init__(self, pricer: Pricer, priced: Priced, record: SearchRecord = SearchRecord()):  # noqa: B008
+        self.pricer, self.priced, self.search = pricer, priced, record
+
+    # ---- what it is ---------------------------------------------------------------------------
+
+    @property
+    def analysis(self) -> Analysis:
+        return self.pricer.analysis
+
+    @property
+    def program(self) -> Program:
+        return self.analysis.program
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        return self.pricer.mesh
+
+    @property
+    def fingerprint(self) -> str:
+        return self.program.fingerprint
+
+    @functools.cached_property
+    def report(self) -> PriceReport:
+        """The price, term by term."""
+        return make_report(self.pricer, self.priced)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.priced.seconds
+
+    @property
+    def memory(self) -> float:
+        """Predicted peak bytes of one device."""
+        return self.priced.memory
+
+    @functools.cached_property
+    def placements(self) -> Placements:
+        return place(self.pricer, self.priced)
+
+    def _specs(self, leaves: Sequence[Leaf], specs: Sequence[Any]) -> dict[str, PartitionSpec]:
+        return {leaf.path: self.mesh.partition_spec(spec) for leaf, spec in zip(leaves, specs, strict=True)}
+
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """PartitionSpec of each argument leaf, by path."""
+        return self._specs(self.program.arguments, self.placements.arguments)
+
+    def shardings(self, mesh: jax.sharding.Mesh | None = None) -> Any:
+        """NamedShardings of all arguments, as the pytree `(args, kwargs)`."""
+        mesh = mesh if mesh is not None else self.mesh.build()
+        flat = [jax.sharding.NamedSharding(mesh, spec) for spec in self.specs.values()]
+        return jax.tree_util.tree_unflatten(self.program.in_tree, flat)
+
+    def axis_splits(self) -> dict[str, tuple[str, ...]]:
+        """Mesh axes given to each named logical axis, in the order of the assignment."""
+        out: dict[str, tuple[str, ...]] = {}
+        for group, axis in self.priced.assignment.order:
+            name = self.analysis.names.get(group, f"axis{group}")
+            out[name] = (*out.get(name, ()), self.mesh.names[axis])
+        return out
+
+    def zero_axes(self) -> dict[str, tuple[str, ...]]:
+        """Mesh axes over which parameters' forms are split further, by form ("optimizer", "gradient", "stored")."""
+        out: dict[str, dict[str, None]] = {}
+        for (_, form), splits in self.priced.assignment.forms:
+            axes = out.setdefault(form.name.lower(), {})
+            for _, axis in splits:
+                axes.setdefault(self.mesh.names[axis])
+        return {form: tuple(axes) for form, axes in out.items()}
+
+    # ---- what it does -------------------------------------------------------------------------
+
+    def lower_step(self, mesh: jax.sharding.Mesh | None = None, donate: bool = True) -> LoweredStep:
+        """The jitted flat step on a jax mesh (default: this process' devices)."""
+        return lower_step(self.program, self.placements, mesh if mesh is not None else self.mesh.build(), donate)
+
+    def lowered_hash(self, mesh: jax.sharding.Mesh | None = None) -> str:
+        """Digest of the lowered program; equal plans give equal hashes, in any process."""
+        return hashlib.sha256(self.lower_step(mesh).lower().as_text().encode()).hexdigest()[:32]
+
+    def save(self, path: str) -> None:
+        """Writes the plan as JSON."""
+        from spmd_auto.plan.file import save_plan
+
+        save_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str, step: Any, *args: Any, **kwargs: Any) -> Plan:
+        """Reads a plan for a step; see `spmd_auto.plan.file.load_plan`."""
+        from spmd_auto.plan.file import load_plan
+
+        return load_plan(path, step, *args, **kwargs)
+
+    def explain(self, path: str | None = None) -> str:
+        """The plan in words and numbers; with a leaf's path, what it does to that leaf and why."""
+        from spmd_auto.plan.explain import explain_leaf, explain_plan
+
+        return explain_plan(self) if path is None else explain_leaf(self, path)
+
+    def __repr__(self) -> str:
+        splits = ", ".join(f"{axis}->{'+'.join(to)}" for axis, to in self.axis_splits().items()) or "nothing split"
+        zero = "".join(f", {form} over {'+'.join(axes)}" for form, axes in self.zero_axes().items())
+        return (
+            f"<Plan of {self.program.name} on {self.mesh.describe()}: {splits}{zero}; "
+            f"{self.seconds * 1e3:.3g} ms, {self.memory / 1e9:.3g} GB>"
+        )

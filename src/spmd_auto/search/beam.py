@@ -1,0 +1,185 @@
+"""Beam search over assignments: small, diverse beams from several seeds.  Deterministic; its budget is counted in states."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from spmd_auto.cost.pricer import Priced, Pricer
+from spmd_auto.propagate.assignment import Assignment
+from spmd_auto.search.actions import moves, with_zero
+from spmd_auto.search.refine import refine
+from spmd_auto.search.space import Space
+
+IMPROVES = 1e-4  # a state must be better by this share to count as progress
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """Limits of a search.
+
+    Attributes:
+      beam_width: states kept at each depth.
+      per_structure: states kept with the same set of assigned axes (diversity).
+      polished: best beams whose end is improved by fine moves and joint refinement.
+      patience: depths without progress before a beam ends.
+      depth: most moves of a beam.
+      states: budget of priced states, over all meshes and seeds.
+      seconds: optional time limit; the best plan so far is kept and the plan says that it was stopped.
+    """
+
+    beam_width: int = 3
+    per_structure: int = 2
+    polished: int = 2
+    patience: int = 2
+    depth: int = 16
+    states: int = 20_000
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Clock:
+    """What is left of the budget; `stopped` once it is spent."""
+
+    states_left: int
+    deadline: float | None
+    stopped: str = ""
+
+    def spend(self) -> bool:
+        if self.states_left <= 0:
+            self.stopped = "state budget"
+        elif self.deadline is not None and time.monotonic() > self.deadline:
+            self.stopped = "time limit"
+        if self.stopped:
+            return False
+        self.states_left -= 1
+        return True
+
+
+def search_mesh(
+    pricer: Pricer,
+    space: Space,
+    options: SearchOptions,
+    clock: Clock,
+    progress: Callable[[str], None] | None = None,
+) -> list[Priced]:
+    """Plans found on one mesh, best first, refined."""
+    ends: list[Priced] = []
+    known: dict[tuple[object, ...], float] = {}
+    for label, seed in seeds(space):
+        if clock.stopped:
+            break
+        start = pricer.price(seed)
+        if known.setdefault(tuple(start.specs), start.score) != start.score:
+            continue
+        best = _beam(pricer, space, start, options, clock)
+        ends.append(best)
+        if progress is not None:
+            progress(f"{pricer.mesh.describe()} from {label}: {min(ends, key=_score).seconds * 1e3:.2f} ms")
+    unique: dict[tuple[object, ...], Priced] = {}
+    for end in sorted(ends, key=_score):
+        unique.setdefault(tuple(end.specs), end)
+    polished = [_descend(pricer, space, end, clock) for end in list(unique.values())[: options.polished]]
+    refined = [refine(pricer, end) for end in polished]
+    return sorted(refined, key=_score)
+
+
+def _score(priced: Priced) -> float:
+    return priced.score
+
+
+def seeds(space: Space) -> list[tuple[str, Assignment]]:
+    """Where beams start: nothing split, and all parameters' forms split over every axis.
+
+    From nothing, states that are good only after two moves can be out of reach (the first one alone raises
+    the price); from everything, moves that give memory back are downhill.
+    """
+    empty = Assignment()
+    sharded = empty
+    everything = list(range(len(space.analysis.forms.groups)))
+    for axis, n in enumerate(space.mesh.sizes):
+        if n > 1:
+            sharded, _ = with_zero(space, sharded, everything, axis, 3)
+    first: list[tuple[str, Assignment]] = [("nothing split", empty)]
+    axes = [axis for axis, n in enumerate(space.mesh.sizes) if n > 1]
+    for group in _batch_like(space):
+        split = Assignment(tuple((group, axis) for axis in axes))
+        first.append((f"{space.analysis.names.get(group, group)} split", split))
+    if sharded.forms:
+        first.append(("parameters split", sharded))
+    return first
+
+
+def _batch_like(space: Space) -> list[int]:
+    """Axis groups of the leading dimensions of the largest batch leaf that every mesh axis together divides."""
+    from spmd_auto.trace import Role
+
+    analysis = space.analysis
+    leaves = [
+        (leaf.bytes, -i, value)
+        for i, (leaf, value) in enumerate(zip(analysis.program.arguments, analysis.graph.arguments, strict=True))
+        if leaf.role is Role.BATCH and leaf.shape
+    ]
+    if not leaves:
+        return []
+    _, _, value = max(leaves, key=lambda entry: entry[:2])
+    count = space.mesh.device_count
+    return [g for g, n in zip(analysis.axes.of[value.id][:1], value.shape, strict=False) if n % count == 0]
+
+
+def _beam(pricer: Pricer, space: Space, start: Priced, options: SearchOptions, clock: Clock) -> Priced:
+    beam, best, stale = [start], start, 0
+    seen = {tuple(start.specs)}
+    for _ in range(options.depth):
+        children: list[Priced] = []
+        for parent in beam:
+            for move in moves(space, parent.assignment):
+                if not clock.spend():
+                    break
+                child = pricer.change(parent, move.after, move.touched)
+                if child is None:
+                    continue
+                key = tuple(child.specs)
+                if key not in seen:
+                    seen.add(key)
+                    children.append(child)
+        if not children:
+            break
+        children.sort(key=_score)
+        beam = _diverse(children, options)
+        if beam[0].score < best.score * (1 - IMPROVES):
+            best, stale = beam[0], 0
+        else:
+            stale += 1
+        if stale >= options.patience or clock.stopped:
+            break
+    return best
+
+
+def _descend(pricer: Pricer, space: Space, state: Priced, clock: Clock) -> Priced:
+    """Steepest descent with fine moves: one region, one parameter group at a time."""
+    while True:
+        best = state
+        for move in moves(space, state.assignment, fine=True):
+            if not clock.spend():
+                break
+            child = pricer.change(state, move.after, move.touched)
+            if child is not None and child.score < best.score:
+                best = child
+        if best.score >= state.score * (1 - IMPROVES):
+            return state
+        state = best
+
+
+def _diverse(children: list[Priced], options: SearchOptions) -> list[Priced]:
+    kept: list[Priced] = []
+    structures: dict[frozenset[tuple[int, int]], int] = {}
+    for child in children:
+        structure = frozenset(child.assignment.order)
+        if structures.get(structure, 0) < options.per_structure:
+            structures[structure] = structures.get(structure, 0) + 1
+            kept.append(child)
+            if len(kept) == options.beam_width:
+                break
+    return kept
