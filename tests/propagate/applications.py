@@ -91,45 +91,55 @@ class Case:
 
     def apply(self, draw: Draw) -> Application:
         fun, args = self.make(draw)
-        found = list(_applications(jax.make_jaxpr(fun)(*args), args, self.primitive))
-        eqn, values = found[-1]
+        traced = jax.make_jaxpr(fun)(*args)
+        eqn, values = _Finder(self.primitive, _count(traced, self.primitive)).run(traced, args)
         return Application(self.name, eqn, values)
 
 
-def _applications(jaxpr: Any, args: list[Any], name: str) -> Any:
-    """Evaluates a jaxpr and yields every equation of a primitive with its operands, inner functions included."""
-    found: list[Any] = []
+_CALLS = ("jit", "custom_jvp_call")
 
-    def run(jaxpr: Any, args: list[Any]) -> list[Any]:
+
+def _count(jaxpr: Any, name: str) -> int:
+    inner = [_compat.call_jaxpr(e) for e in _compat.open_jaxpr(jaxpr).eqns if e.primitive.name in _CALLS]
+    return sum(e.primitive.name == name for e in _compat.open_jaxpr(jaxpr).eqns) + sum(_count(j, name) for j in inner)
+
+
+class _Finder:
+    """Evaluates a jaxpr up to the last equation of a primitive, inner functions included."""
+
+    def __init__(self, name: str, count: int) -> None:
+        assert count, f"{name} does not occur"
+        self.name, self.left, self.found = name, count, None
+
+    def run(self, jaxpr: Any, args: list[Any]) -> Any:
+        """The equation and its operands."""
+        self._evaluate(jaxpr, args)
+        assert self.found is not None
+        return self.found
+
+    def _evaluate(self, jaxpr: Any, args: list[Any]) -> list[Any] | None:
         inner = _compat.open_jaxpr(jaxpr)
-        env = dict(zip(inner.constvars, _compat.consts_of(jaxpr), strict=False)) | dict(
-            zip(inner.invars, args, strict=True)
-        )
+        env = dict(zip(inner.constvars, _compat.consts_of(jaxpr), strict=False))
+        env |= dict(zip(inner.invars, args, strict=True))
 
         def read(v: Any) -> Any:
-            return v.val if isinstance(v, _compat.Literal) else env[v]
+            value = v.val if isinstance(v, _compat.Literal) else env[v]
+            return value if _compat.is_extended(v.aval.dtype) else jnp.asarray(value, v.aval.dtype)
 
         for eqn in inner.eqns:
             values = [read(v) for v in eqn.invars]
-            if eqn.primitive.name == name:
-                found.append(
-                    (
-                        eqn,
-                        [
-                            v if _compat.is_extended(x.aval.dtype) else jnp.asarray(v, x.aval.dtype)
-                            for v, x in zip(values, eqn.invars, strict=True)
-                        ],
-                    )
-                )
-            if eqn.primitive.name in ("jit", "custom_jvp_call"):
-                out = run(_compat.call_jaxpr(eqn), values)
+            self.left -= eqn.primitive.name == self.name
+            if self.left == 0 and self.found is None and eqn.primitive.name == self.name:
+                self.found = (eqn, values)
+                return None
+            if eqn.primitive.name in _CALLS:
+                out = self._evaluate(_compat.call_jaxpr(eqn), values)
             else:
                 out = _compat.bind(eqn, values)
+            if out is None:
+                return None
             env.update(zip(eqn.outvars, out, strict=True))
         return [read(v) for v in inner.outvars]
-
-    run(jaxpr, args)
-    return found
 
 
 # JAX 0.10 and 0.12 can't lower the first inside of `shard_map`; the second gives other numbers each time.
