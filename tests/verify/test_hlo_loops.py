@@ -133,6 +133,19 @@ def test_counts_multiply_down_the_call_graph():
     }
 
 
+def test_collectives_of_one_device_do_not_count():
+    text = """HloModule m
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %r = f32[8]{0} all-reduce(%a), channel_id=1, replica_groups={{0},{1},{2},{3}}, to_apply=%sum
+  %g = f32[8]{0} all-gather(%r), channel_id=2, replica_groups=[4,1]<=[4], dimensions={0}
+  ROOT %p = f32[8]{0} collective-permute(%g), channel_id=3, source_target_pairs={{0,0},{3,3}}
+}
+"""
+    assert read_hlo(text, ("x", "y"), (2, 2)).collectives == ()
+
+
 def test_text_without_a_program():
     with pytest.raises(VerifyError, match="not a compiled HLO module"):
         parse_hlo("module @jit_f { func.func public @main() }")
