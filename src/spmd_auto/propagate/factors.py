@@ -116,7 +116,7 @@ def parse_rule(text: str, operand_shapes: Shapes, result_shapes: Shapes) -> Rule
             tuple(ops),
             tuple(res),
             kinds.get(name, Kind.PASS),
-            combine.group(1) if combine else "add",
+            combine.group(1) if combine and kinds.get(name) is Kind.REDUCE else "add",
         )
         for name, (ops, res) in where.items()
     )
