@@ -36,7 +36,7 @@ class RuleBuilder:
         size: int | None = None,
     ) -> None:
         """Adds a factor.  Without `size` it covers whole dimensions, which must agree."""
-        operands, results = tuple(operands), tuple(results)
+        operands, results = tuple(sorted(operands)), tuple(sorted(results))
         if size is None:
             sizes = {self.operands[k][d] for k, d in operands} | {self.results[k][d] for k, d in results}
             if len(sizes) != 1:
