@@ -1,0 +1,25 @@
+"""Automatic sharding for JAX: a step written for one device, planned, explained, priced and verified for many."""
+
+from spmd_auto import errors
+from spmd_auto.decorator import AutoSharded, auto_shard
+from spmd_auto.mesh import cluster
+from spmd_auto.mesh.simulate import simulate_devices
+from spmd_auto.plan import Plan, plan, price
+from spmd_auto.propagate.rules import register_rule
+from spmd_auto.search import SearchOptions
+from spmd_auto.verify.check import Verification, verify
+
+__all__ = [
+    "AutoSharded",
+    "Plan",
+    "SearchOptions",
+    "Verification",
+    "auto_shard",
+    "cluster",
+    "errors",
+    "plan",
+    "price",
+    "register_rule",
+    "simulate_devices",
+    "verify",
+]

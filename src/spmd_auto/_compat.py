@@ -98,6 +98,10 @@ def itemsize(aval: Any) -> int:
     return int(np.dtype(dtype).itemsize)
 
 
+def is_float(aval: Any) -> bool:
+    return not is_extended(aval.dtype) and jax.numpy.issubdtype(aval.dtype, jax.numpy.floating)
+
+
 def has_shape(aval: Any) -> bool:
     return hasattr(aval, "shape") and hasattr(aval, "dtype")
 

@@ -27,10 +27,20 @@ class LoweredStep:
     in_shardings: tuple[NamedSharding, ...]
     out_shardings: tuple[NamedSharding, ...]
     abstract: tuple[jax.ShapeDtypeStruct, ...]
+    _lowered: Any = None
+    _compiled: Any = None
 
     def lower(self) -> Any:
-        """The `jax.stages.Lowered` of the step."""
-        return self.jitted.lower(*self.abstract)
+        """The `jax.stages.Lowered` of the step; lowered once."""
+        if self._lowered is None:
+            self._lowered = self.jitted.lower(*self.abstract)
+        return self._lowered
+
+    def compile(self) -> Any:
+        """The compiled step for the mesh's own devices; compiled once."""
+        if self._compiled is None:
+            self._compiled = self.lower().compile()
+        return self._compiled
 
 
 def lower_step(program: Program, placements: Placements, mesh: jax.sharding.Mesh, donate: bool = True) -> LoweredStep:

@@ -158,6 +158,11 @@ def whole_leaves(plan: Plan, count: int = 5) -> list[tuple[str, int]]:
 
 
 def explain_plan(plan: Plan) -> str:
+    return render(*explain_parts(plan))
+
+
+def explain_parts(plan: Plan) -> tuple[Any, ...]:
+    """Tables and notes, to be printed by rich."""
     notes = []
     record = plan.search
     how = f"{record.states} states on {record.meshes} meshes in {record.seconds:.2f} s"
@@ -169,7 +174,7 @@ def explain_plan(plan: Plan) -> str:
         notes.append("held whole by every device: " + ", ".join(f"{path} ({size(b)})" for path, b in whole))
     for unknown in plan.analysis.graph.unknown.values():
         notes.append(f"no rule for {unknown.primitive} at {unknown.source}: kept whole, {size(unknown.bytes)}")
-    return render(axis_table(plan), price_table(plan), *notes)
+    return axis_table(plan), price_table(plan), *notes
 
 
 def explain_leaf(plan: Plan, path: str) -> str:

@@ -12,9 +12,9 @@ import jax
 from spmd_auto.cost.pricer import Pricer
 from spmd_auto.errors import PlanFileError
 from spmd_auto.mesh import Chip, Link, LogicalMesh
+from spmd_auto.plan.make import analyse_for
 from spmd_auto.plan.pins import resolve_pins
 from spmd_auto.plan.plan import Plan, SearchRecord
-from spmd_auto.propagate.analysis import analyse
 from spmd_auto.propagate.assignment import Assignment
 from spmd_auto.propagate.forms import Form
 from spmd_auto.trace import Program, trace
@@ -151,7 +151,7 @@ def _apply(data: dict[str, Any], program: Program) -> Plan:
     axis = mesh.names.index
     pins = {path: jax.sharding.PartitionSpec(*[tuple(a) or None for a in spec]) for path, spec in data["pins"].items()}
     pinned = resolve_pins(program, mesh, pins)
-    analysis = analyse(program, {argument: k for k, argument in enumerate(pinned)})
+    analysis = analyse_for(program, mesh, pinned)
     assignment = Assignment(
         tuple((entry["group"], axis(entry["mesh_axis"])) for entry in data["assignment"]),
         frozenset((region, axis(name)) for region, name in data["flips"]),

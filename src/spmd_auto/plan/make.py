@@ -54,6 +54,12 @@ def budget_for(mesh: LogicalMesh, memory: float | None) -> float:
     return float("inf") if mesh.chip.platform == "cpu" else USABLE * mesh.chip.memory
 
 
+def analyse_for(program: Program, mesh: LogicalMesh, pinned: Mapping[int, Spec]) -> Analysis:
+    """The analysis of a program for the chips of a mesh and pinned arguments."""
+    pins = {argument: k for k, argument in enumerate(pinned)}
+    return analyse(program, pins, widen=mesh.chip.platform == "cpu")
+
+
 def make_plan(
     program: Program,
     mesh: MeshLike = None,
@@ -85,7 +91,7 @@ def make_plan(
     for candidate in meshes:
         pinned = resolve_pins(program, candidate, pins or {})
         if analysis is None:
-            analysis = analyse(program, {argument: k for k, argument in enumerate(pinned)})
+            analysis = analyse_for(program, candidate, pinned)
             structure, memory_table = build_structure(analysis), MemoryTable(analysis)
         pricer = Pricer(
             analysis, candidate, budget_for(candidate, memory), list(pinned.values()), structure, memory_table
@@ -148,7 +154,7 @@ def price_strategy(
     """
     logical = candidate_meshes(mesh)[0]
     pinned: dict[int, Spec] = resolve_pins(program, logical, pins or {})
-    analysis = analysis or analyse(program, {argument: k for k, argument in enumerate(pinned)})
+    analysis = analysis or analyse_for(program, logical, pinned)
     if not isinstance(assignment, Assignment):
         splits = [(axis, to) for axis, tos in assignment.items() for to in ([tos] if isinstance(tos, str) else tos)]
         for axis, to in splits:

@@ -40,15 +40,16 @@ class Analysis:
         return next((g for g, n in self.names.items() if n == name), None)
 
 
-def analyse(program: Program, pins: Mapping[int, int] | None = None) -> Analysis:
+def analyse(program: Program, pins: Mapping[int, int] | None = None, *, widen: bool = False) -> Analysis:
     """Analyses a traced program.
 
     Args:
       program: the traced step.
       pins: argument index -> index of its pinned spec; a pinned argument's successor is pinned with it.
+      widen: count 2-byte floats as four bytes (CPUs; see `build_graph`).
     """
     start = time.perf_counter()
-    graph = build_graph(program)
+    graph = build_graph(program, widen)
     axes = find_axes(graph)
     regions = find_regions(graph, axes)
     forms = find_forms(program, graph, axes)

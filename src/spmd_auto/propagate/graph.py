@@ -115,14 +115,19 @@ class Graph:
     signatures: int = 0
 
 
-def build_graph(program: Program) -> Graph:
-    """Flattens a program. Raises nothing for unknown primitives: see `Graph.unknown`."""
-    return _Builder(program).graph
+def build_graph(program: Program, widen: bool = False) -> Graph:
+    """Flattens a program. Raises nothing for unknown primitives: see `Graph.unknown`.
+
+    Args:
+      widen: count bfloat16 and float16 as four bytes, as XLA computes and sends them on CPUs.
+    """
+    return _Builder(program, widen).graph
 
 
 class _Builder:
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, widen: bool):
         self.graph = Graph()
+        self.widen = widen
         self.signature_ids: dict[Any, int] = {}
         self.loop: tuple[Site, ...] = ()
         self.rules: dict[int, Rule] = {}
@@ -137,7 +142,10 @@ class _Builder:
     def value(self, aval: Any, path: str = "") -> Value:
         shape = tuple(getattr(aval, "shape", ()))
         opaque = not _compat.has_shape(aval) or _compat.is_extended(aval.dtype)
-        value = Value(len(self.graph.values), shape, _compat.itemsize(aval), opaque, 0, path)
+        itemsize = _compat.itemsize(aval)
+        if self.widen and itemsize == 2 and _compat.is_float(aval):
+            itemsize = 4
+        value = Value(len(self.graph.values), shape, itemsize, opaque, 0, path)
         self.graph.values.append(value)
         return value
 

@@ -1,0 +1,278 @@
+"""`@auto_shard`: a step written for one device, planned once per abstract signature and run on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+import numpy as np
+
+from spmd_auto import _compat
+from spmd_auto.errors import LoweringError
+from spmd_auto.lower import LoweredStep
+from spmd_auto.mesh import LogicalMesh
+from spmd_auto.plan.make import MeshLike, make_plan
+from spmd_auto.plan.pins import Pins
+from spmd_auto.plan.plan import Plan
+from spmd_auto.search.beam import SearchOptions
+from spmd_auto.trace import Program, Role, trace
+
+logger = logging.getLogger("spmd_auto")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Entry:
+    """A planned signature: its plan and, once called, its jitted step."""
+
+    plan: Plan
+    lowered: LoweredStep | None = None
+
+
+class AutoSharded:
+    """A step function that plans itself. Made by `auto_shard`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        mesh: MeshLike = None,
+        pins: Pins | None = None,
+        memory: float | None = None,
+        search: SearchOptions | None = None,
+        donate: bool = True,
+        static_argnums: Sequence[int] = (),
+        static_argnames: Sequence[str] = (),
+        like: AutoSharded | None = None,
+    ):
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._mesh, self._pins, self._memory, self._search = mesh, dict(pins or {}), memory, search
+        self._donate = donate
+        self._static_argnums, self._static_argnames = tuple(static_argnums), tuple(static_argnames)
+        self._like = like
+        self._entries: dict[Any, _Entry] = {}
+        self._jax_meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
+        self._resharded = False
+
+    # ---- planning -----------------------------------------------------------------------------
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for arguments (arrays or `ShapeDtypeStruct`s); planned once per abstract signature."""
+        return self._entry(args, kwargs).plan
+
+    def explain(self, *args: Any, path: str | None = None, **kwargs: Any) -> str:
+        """The plan in words; without arguments that of the first signature."""
+        if not args and not kwargs:
+            if not self._entries:
+                raise LoweringError(
+                    f"{self.__name__} has no plan yet", "it plans at its first call", ["pass the arguments to explain"]
+                )
+            return next(iter(self._entries.values())).plan.explain(path)
+        return self.plan(*args, **kwargs).explain(path)
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        static = tuple(args[i] for i in self._static_argnums if i < len(args))
+        named = tuple((k, kwargs[k]) for k in self._static_argnames if k in kwargs)
+        flat, tree = self._flatten(args, kwargs)
+        return tree, static, named, tuple(_shape_dtype(x) for x in flat)
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        dynamic = tuple(a for i, a in enumerate(args) if i not in self._static_argnums)
+        named = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
+        return jax.tree_util.tree_flatten((dynamic, named))
+
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+        key = self._signature(args, kwargs)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(self._make_plan(args, kwargs))
+        return entry
+
+    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        program = trace(
+            self._fn, *args, static_argnums=self._static_argnums, static_argnames=self._static_argnames, **kwargs
+        )
+        mesh, pins = self._mesh, dict(self._pins)
+        first = self._first_plan()
+        if first is not None:  # the state's specs are frozen by the first plan
+            mesh = first.mesh
+            pins |= _frozen(first, program)
+        plan = make_plan(program, mesh, pins=pins, memory=self._memory, search=self._search)
+        logger.info(
+            "%r found in %.2f s (%d states)%s",
+            plan,
+            plan.search.seconds,
+            plan.search.states,
+            f"; stopped by its {plan.search.stopped}" if plan.search.stopped else "",
+        )
+        for unknown in plan.analysis.graph.unknown.values():
+            logger.warning(
+                "no sharding rule for primitive %r at %s: its arrays stay whole (%d bytes)",
+                unknown.primitive,
+                unknown.source,
+                unknown.bytes,
+            )
+        return plan
+
+    def _first_plan(self) -> Plan | None:
+        if self._entries:
+            return next(iter(self._entries.values())).plan
+        return self._like._first_plan() if self._like is not None else None
+
+    # ---- running ------------------------------------------------------------------------------
+
+    def _jax_mesh(self, plan: Plan) -> jax.sharding.Mesh:
+        if isinstance(self._mesh, jax.sharding.Mesh):
+            return jax.sharding.Mesh(
+                self._mesh.devices, self._mesh.axis_names, axis_types=_compat.axis_types_auto(self._mesh.devices.ndim)
+            )
+        if self._like is not None:
+            return self._like._jax_mesh(plan)
+        found = self._jax_meshes.get(plan.mesh)
+        if found is None:
+            found = self._jax_meshes[plan.mesh] = plan.mesh.build()
+        return found
+
+    def _lowered(self, entry: _Entry) -> LoweredStep:
+        if entry.lowered is None:
+            entry.lowered = entry.plan.lower_step(self._jax_mesh(entry.plan), self._donate)
+        return entry.lowered
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.stages.Lowered` of the planned step."""
+        return self._lowered(self._entry(args, kwargs)).lower()
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.stages.Compiled` of the planned step, the one that calls run."""
+        return self._lowered(self._entry(args, kwargs)).compile()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        entry = self._entry(args, kwargs)
+        lowered = self._lowered(entry)
+        flat, _ = self._flatten(args, kwargs)
+        placed = [
+            self._place(x, sharding, aval, leaf.path)
+            for x, sharding, aval, leaf in zip(
+                flat, lowered.in_shardings, lowered.abstract, entry.plan.program.arguments, strict=True
+            )
+        ]
+        return jax.tree_util.tree_unflatten(entry.plan.program.out_tree, lowered.compile()(*placed))
+
+    def _place(self, x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> Any:
+        if isinstance(x, jax.Array):
+            if x.is_deleted():
+                raise LoweringError(
+                    f"argument leaf {path!r} was donated to an earlier call and is gone",
+                    "a step gives the buffers of its old state to the new one",
+                    ["use the state that the step returned", "auto_shard(donate=False)"],
+                )
+            if x.weak_type:  # a Python number on its way through jit: jit would compile a second time for it
+                return jax.device_put(np.asarray(x, aval.dtype), sharding)
+            if x.sharding.is_equivalent_to(sharding, x.ndim):
+                return x
+            if x.ndim and not self._resharded and len(x.sharding.device_set) >= 1 and x.committed:
+                self._resharded = True
+                logger.info("arguments of %s lie otherwise than planned (first: %s): moved once", self.__name__, path)
+        elif not _compat.is_extended(aval.dtype):
+            x = np.asarray(x, aval.dtype)
+        return jax.device_put(x, sharding)
+
+    # ---- the state ----------------------------------------------------------------------------
+
+    def init(self, create: Callable[..., Any], *args: Any, batch: Any = None, **kwargs: Any) -> Any:
+        """Runs `create(*args, **kwargs)` so that the state is born sharded: never whole on one device.
+
+        Args:
+          create: makes the step's first argument (the state).
+          batch: the step's other arguments (one, or a tuple of them), arrays or abstract; needed if the
+            step has no plan yet.
+
+        Raises:
+          LoweringError: no plan and no batch, or the created state has another shape than the planned one.
+        """
+        abstract_state = jax.eval_shape(create, *args, **kwargs)
+        plan = self._first_plan()
+        if batch is not None:
+            others = batch if isinstance(batch, tuple) else (batch,)
+            plan = self.plan(abstract_state, *others)
+        if plan is None:
+            raise LoweringError(
+                f"{self.__name__}.init has no plan to follow",
+                "how the state lies depends on the batch too",
+                ["pass batch=... to init", "call .plan(state, batch) first, with jax.eval_shape's state"],
+            )
+        mesh = self._jax_mesh(plan)
+        by_path = plan.specs
+        program = plan.program
+        head = program.arguments[0].path.split("/")[0]
+        leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_state)
+        shardings = []
+        for path, leaf in leaves:
+            name = "/".join(p for p in (head, jax.tree_util.keystr(path, simple=True, separator="/")) if p)
+            if name not in by_path or program.find(name).shape != leaf.shape:
+                raise LoweringError(
+                    f"{self.__name__}.init: the created state has a leaf {name!r} of shape {leaf.shape}",
+                    "the planned state has none like it",
+                    ["create the state that the step was planned for"],
+                )
+            shardings.append(jax.sharding.NamedSharding(mesh, by_path[name]))
+        return jax.jit(create, out_shardings=jax.tree_util.tree_unflatten(tree, shardings))(*args, **kwargs)
+
+
+def _frozen(first: Plan, program: Program) -> dict[str, Any]:
+    """Pins that make a further plan follow the first one's state: leaves of the same path tail and shape."""
+    specs = {
+        leaf.path.split("/", 1)[-1]: (leaf.shape, spec)
+        for leaf, spec in zip(first.program.arguments, first.specs.values(), strict=True)
+        if leaf.role in (Role.PARAMETER, Role.OPTIMIZER)
+    }
+    pins = {}
+    for leaf in program.arguments:
+        known = specs.get(leaf.path.split("/", 1)[-1])
+        if known is not None and known[0] == leaf.shape and leaf.shape:
+            pins[leaf.path] = known[1]
+    return pins
+
+
+def _shape_dtype(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, (bool, int, float, complex)):
+        return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+    shape = tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    return shape, dtype if _compat.is_extended(dtype) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+@overload
+def auto_shard(fn: Callable[..., Any]) -> AutoSharded: ...
+@overload
+def auto_shard(
+    fn: None = None,
+    *,
+    mesh: MeshLike = None,
+    pins: Pins | None = None,
+    memory: float | None = None,
+    search: SearchOptions | None = None,
+    donate: bool = True,
+    static_argnums: Sequence[int] = (),
+    static_argnames: Sequence[str] = (),
+    like: AutoSharded | None = None,
+) -> Callable[[Callable[..., Any]], AutoSharded]: ...
+def auto_shard(fn: Any = None, **options: Any) -> Any:
+    """Spreads a step written for one device over all devices.
+
+    Args:
+      mesh: a jax Mesh whose axes are to be used, a `spmd_auto.cluster(...)`, or None: the devices at hand.
+      pins: tree-path glob -> PartitionSpec, never overridden.
+      memory: bytes per device that a plan may need (default: what the chip has).
+      search: limits of the search.
+      donate: give the old state's buffers to the new one (as `donate_argnums` of jit).
+      static_argnums, static_argnames: arguments that are not arrays, as in jit.
+      like: another `auto_shard`ed step whose state this one uses (an evaluation step).
+    """
+    if fn is None:
+        return lambda f: AutoSharded(f, **options)
+    return AutoSharded(fn, **options)

@@ -1,0 +1,151 @@
+"""Trust, but verify: what the compiled program really contains, held against the plan's prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+from rich.table import Table
+
+from spmd_auto.plan.explain import render, size
+from spmd_auto.verify.cache import SummaryCache
+from spmd_auto.verify.hlo import read_compiled
+from spmd_auto.verify.program import ProgramSummary
+from spmd_auto.verify.targets import Target, compile_for, parse_target
+
+if TYPE_CHECKING:
+    from spmd_auto.plan import Plan
+
+TOLERANCE = 0.02  # bytes per mesh axis
+NEGLIGIBLE = 0.002  # of all bytes, or of the floor below
+FLOOR = 65_536  # bytes: traffic below this is scalars and norms
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AxisRow:
+    """Bytes that one device sends per step over one set of mesh axes, by kind; predicted and found."""
+
+    axes: tuple[str, ...]
+    predicted: dict[str, float]
+    found: dict[str, float]
+
+    @property
+    def predicted_bytes(self) -> float:
+        return sum(self.predicted.values())
+
+    @property
+    def found_bytes(self) -> float:
+        return sum(self.found.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verification:
+    """A compiled program against its plan.
+
+    Attributes:
+      target: where it was compiled for.
+      rows: bytes by mesh axes.
+      predicted_flops, found_flops: FLOP of contractions on one device.
+      predicted_memory, found_memory: bytes at the peak (None: the platform does not say).
+      summary: everything read out of the program.
+    """
+
+    target: str
+    rows: tuple[AxisRow, ...]
+    predicted_flops: float
+    found_flops: float
+    predicted_memory: float
+    found_memory: float | None
+    summary: ProgramSummary
+
+    @property
+    def equal(self) -> bool:
+        """Whether bytes agree on every set of mesh axes within 2 %, and FLOP within 1 %."""
+        total = sum(max(r.predicted_bytes, r.found_bytes) for r in self.rows)
+        ignored = max(NEGLIGIBLE * total, FLOOR)
+        for row in self.rows:
+            difference = abs(row.predicted_bytes - row.found_bytes)
+            if difference > max(TOLERANCE * row.found_bytes, ignored):
+                return False
+        return not self.found_flops or abs(self.predicted_flops / self.found_flops - 1) < 0.01
+
+    @property
+    def verdict(self) -> str:
+        if self.equal:
+            return "the compiled program moves what the plan predicted"
+        worst = max(self.rows, key=lambda r: abs(r.predicted_bytes - r.found_bytes), default=None)
+        if worst is None:
+            return "the compiled program differs from the plan in its contractions"
+        return (
+            f"the compiled program differs from the plan: over {'+'.join(worst.axes)} it moves "
+            f"{size(worst.found_bytes)} where {size(worst.predicted_bytes)} were predicted"
+        )
+
+    def table(self) -> Table:
+        table = Table(title=f"plan against the program compiled for {self.target}", title_justify="left")
+        for name in ("mesh axes", "collective"):
+            table.add_column(name)
+        for name in ("predicted", "found"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            for kind in sorted({*row.predicted, *row.found}):
+                a, b = row.predicted.get(kind, 0.0), row.found.get(kind, 0.0)
+                if max(a, b) >= 1:
+                    table.add_row("+".join(row.axes), kind, size(a), size(b))
+        table.add_section()
+        table.add_row("", "FLOP in contractions", f"{self.predicted_flops:.4g}", f"{self.found_flops:.4g}")
+        found = "unknown" if self.found_memory is None else size(self.found_memory)
+        table.add_row("", "peak memory", size(self.predicted_memory), found)
+        return table
+
+    def __str__(self) -> str:
+        return render(self.table(), self.verdict)
+
+
+def compare(plan: Plan, summary: ProgramSummary, target: str) -> Verification:
+    """Holds a compiled program's summary against a plan's prediction."""
+    predicted: dict[tuple[str, ...], dict[str, float]] = {}
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for (kind, axes), b in plan.report.bytes_by_kind_and_axes().items():
+        predicted.setdefault(axes, {})[kind] = b
+    for (kind, axes), b in summary.bytes_by_kind_and_axes().items():
+        found.setdefault(axes, {})[kind] = b
+    rows = tuple(AxisRow(axes, predicted.get(axes, {}), found.get(axes, {})) for axes in sorted({*predicted, *found}))
+    memory = summary.memory
+    return Verification(
+        target,
+        rows,
+        plan.report.flops,
+        summary.dot_flops,
+        plan.memory,
+        None if memory is None else float(memory.peak or memory.arguments + memory.temporaries),
+        summary,
+    )
+
+
+def verify(plan: Plan, platform: str | Target = "cpu", *, cache: bool = False) -> Verification:
+    """Compiles a plan for a platform, present or not, and reads the program.
+
+    Args:
+      platform: "cpu" (simulated devices), "tpu:v5p:8x8x8", "gpu:h100:2x8".
+      cache: reuse the summary of an equal program compiled before.
+
+    Raises:
+      VerifyError: the platform can't be compiled for here, or has another number of devices.
+    """
+    target = parse_target(platform)
+    mesh = plan.mesh.build(target.devices(plan.mesh.device_count))
+    return compare(plan, _summary(plan, mesh, target, cache), str(target))
+
+
+def _summary(plan: Plan, mesh: jax.sharding.Mesh, target: Target, cache: bool) -> ProgramSummary:
+    lowered = plan.lower_step(mesh).lower()
+    store = SummaryCache() if cache else None
+    key = store.key(lowered, target, mesh) if store else ""
+    found = store.get(key) if store else None
+    if found is None:
+        found = read_compiled(compile_for(target, lowered), mesh)
+        if store:
+            store.put(key, found)
+    return found
