@@ -50,7 +50,7 @@ class Classes:
 
     Attributes:
       values: the value classes; `of_value[id]` is a value's class.
-      ops: the operation classes; `of_op[id]` is an operation's class, None if nothing it makes is placed.
+      ops: the operation classes; `of_op[id]` is an operation's class, None if nothing it makes is placed or used.
     """
 
     values: list[ValueClass]
@@ -76,7 +76,11 @@ def find_classes(graph: Graph, axes: Axes, regions: Regions, forms: ParameterFor
     op_ids: dict[tuple[object, ...], int] = {}
     ops: list[OpClass] = []
     of_op: list[int | None] = []
+    used = _used_values(graph)
     for op in graph.ops:
+        if not any(v.id in used for v in op.results):
+            of_op.append(None)
+            continue
         arrays = [*op.operands, *op.results]
         if not any(v.depends for v in op.results) or not any(v.shape for v in arrays):
             of_op.append(None)
@@ -89,3 +93,15 @@ def find_classes(graph: Graph, axes: Axes, regions: Regions, forms: ParameterFor
         ops[index].trips += op.trips
         of_op.append(index)
     return Classes(list(value_ids), of_value, ops, of_op)
+
+
+def _used_values(graph: Graph) -> set[int]:
+    """Values that a result depends on; XLA drops the rest (the loss of a step that returns only its gradients)."""
+    used = {v.id for v in graph.results}
+    while True:
+        before = len(used)
+        for op in reversed(graph.ops):
+            if any(v.id in used for v in op.results):
+                used.update(v.id for v in op.operands)
+        if len(used) == before:  # carries of loops need another pass
+            return used

@@ -36,15 +36,18 @@ def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
     for group in _indexed(graph, axes):
         give(group, "vocab")
     contractions = [op for op in graph.ops if op.flops and len(op.operands) >= 2]
+    for group in _expert_axes(contractions, axes):
+        give(group, "experts")
+    heads, widths = _activation_contractions(contractions, axes)
+    for group in heads:
+        give(group, "heads")
     stream = _parameter_axes(program, graph, axes, contractions)
     for group in stream:
         if group not in names and stream[group] > 2:
             give(group, "embed")
             break
-    for group in _expert_axes(contractions, axes):
-        give(group, "experts")
-    for group, kind in _activation_contractions(contractions, axes):
-        give(group, kind)
+    for group in widths if heads else ():
+        give(group, "head_dim")
     for leaf, value in batch_leaves:
         if len(leaf.shape) > 1:
             integer = leaf.itemsize <= 8 and getattr(leaf.dtype, "kind", "f") in "iu"
@@ -89,9 +92,9 @@ def _indexed(graph: Graph, axes: Axes) -> list[int]:
     return list(out)
 
 
-def _activation_contractions(contractions: list[Op], axes: Axes) -> list[tuple[int, str]]:
-    """Axes of contractions between two activations (attention): their batch dimensions are heads, what they
-    contract beside a dimension that a parameter makes is the head's width."""
+def _activation_contractions(contractions: list[Op], axes: Axes) -> tuple[list[int], list[int]]:
+    """(heads, widths) of contractions between two activations (attention): their batch dimensions that a
+    parameter makes are heads, what they contract of such is the width of a head."""
     heads: dict[int, None] = {}
     width: dict[int, None] = {}
     made_by_parameter: set[int] = set()
@@ -114,7 +117,7 @@ def _activation_contractions(contractions: list[Op], axes: Axes) -> list[tuple[i
                 heads.setdefault(group)
             elif not factor.results:
                 width.setdefault(group)
-    return [(g, "heads") for g in heads] + ([(g, "head_dim") for g in width if g not in heads] if heads else [])
+    return list(heads), [g for g in width if g not in heads]
 
 
 def _expert_axes(contractions: list[Op], axes: Axes) -> list[int]:

@@ -127,6 +127,8 @@ def _match_state(
     """Which argument each result replaces: a result subtree with the paths, shapes and dtypes of a whole argument.
 
     Tried for the result itself and for each of its top-level elements, in order, each argument at most once.
+    A bare array is never taken for state: a function of x often returns something of x's shape, and a
+    replaced argument is donated.
     """
     replaces: list[int | None] = [None] * len(out_paths)
     groups: dict[str, list[int]] = {}
@@ -147,6 +149,8 @@ def _match_state(
         want = signature([out_paths[o] for o in outs], [out_avals[o] for o in outs], prefix)
         for name in free:
             ins = groups[name]
+            if in_paths[ins[0]] == name:
+                continue
             if signature([in_paths[i] for i in ins], [in_avals[i] for i in ins], name) == want and any(
                 in_avals[i].shape for i in ins
             ):
