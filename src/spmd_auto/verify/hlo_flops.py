@@ -3,6 +3,7 @@
 Convolutions count only the positions where kernel and input really meet, as XLA's own cost analysis does
 (`xla/service/hlo_cost_analysis.cc`): TPU compilers write a batched dot as a convolution over a dilated batch dimension,
 and counting its padding would multiply the result by the batch. GPU programs hide both behind library calls.
+Products of vectors that a compiler writes as multiply and reduce are not counted.
 """
 
 from __future__ import annotations
