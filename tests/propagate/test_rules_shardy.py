@@ -19,8 +19,8 @@ _SAME = "dot_general gather reshape transpose broadcast_in_dim concatenate pad s
 _SAME += " dynamic_update_slice clamp add tanh fft reduce_window"
 _OPS = {
     **{name: name for name in _SAME.split()},
-    **dict.fromkeys("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split(), "reduce"),
-    **dict.fromkeys("scatter scatter-add scatter-mul scatter-min scatter-max".split(), "scatter"),
+    **dict.fromkeys(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"], "reduce"),
+    **dict.fromkeys(["scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"], "scatter"),
     "rev": "reverse",
     "select_n": "select",
     "squeeze": "reshape",
@@ -37,19 +37,19 @@ _HALO = "a sum over pieces that need a halo"
 BOLDER = {
     "clamp/scalar": _BROADCAST,
     "reduce_window": _BLOCKS,
-    **{f"conv_general_dilated/{k}": _BLOCKS for k in "one one_dx patches patches_dx skip skip_dx".split()},
+    **{f"conv_general_dilated/{k}": _BLOCKS for k in ["one", "one_dx", "patches", "patches_dx", "skip", "skip_dx"]},
 }
-# Where Shardy splits what we do not.
+# Where Shardy splits what we do not (some of it only in jax 0.10).
 SHYER = {
     "clamp/scalar": _BROADCAST,
-    **{f"reshape/{k}": _MINOR for k in "split merge flat gcd coprime uneven late".split()},
+    **{f"reshape/{k}": _MINOR for k in ["split", "merge", "flat", "gcd", "coprime", "uneven", "late"]},
     "pad": "it takes padding by (1, -1) for none, for the size stays",
     **{
         f"dynamic_update_slice/{k}": "XLA drops an update whose start is out of bounds"
-        for k in "row window cell".split()
+        for k in ["row", "window", "cell"]
     },
-    **{f"conv_general_dilated/{k}": _HALO for k in "same_dk valid_dk groups_dk".split()},
-    **{f"conv_general_dilated/{k}": _MINOR for k in "patches groups groups_dx".split()},
+    **{f"conv_general_dilated/{k}": _HALO for k in ["same_dk", "valid_dk", "groups_dk"]},
+    **{f"conv_general_dilated/{k}": _MINOR for k in ["patches", "groups", "groups_dx"]},
 }
 
 
@@ -116,5 +116,5 @@ def test_agrees_with_shardy(name: str) -> None:
     if text is None:
         pytest.skip("lowers to several operations")
     mine, theirs = ours(app.rule()), read(text)
-    differs = (bool(mine - theirs), bool(theirs - mine))
-    assert (name in BOLDER, name in SHYER) == differs, (text, mine - theirs, theirs - mine)
+    assert name in BOLDER or mine <= theirs, (text, mine - theirs)
+    assert name in SHYER or theirs <= mine, (text, theirs - mine)
