@@ -3,10 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
+import spmd_auto
 from spmd_auto.errors import MeshError, VerifyError
 from spmd_auto.mesh.simulate import simulate_devices
 from spmd_auto.verify import Target, compile_for, parse_target, targets
@@ -134,6 +136,7 @@ def test_simulate_devices_too_late(devices):
 
 def run_python(code: str, **environment: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TPU_", "TF_", "ALLOW_"))} | environment
+    env["PYTHONPATH"] = str(Path(spmd_auto.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
