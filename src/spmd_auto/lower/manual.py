@@ -18,11 +18,14 @@ def manual_op(eqn: Any, operands: list[Any], placement: Placement, logical: Logi
     assert placement.manual is not None
     names = logical.names
     name = eqn.primitive.name
-    local = _local_gather(eqn, operands[0].shape, placement, logical) if name == "gather" else None
+    if name == "gather":
+        local = _local_gather(eqn, operands[0].shape, placement, logical)
+    elif name == "scatter-add":
+        local = _local_scatter_add(eqn, operands[0].shape, placement, logical)
+    else:
+        local = None
 
     def body(*shards: Any) -> Any:
-        if name == "scatter-add":  # each device adds its updates to zeros: the operand must count once
-            shards = (jnp.zeros_like(shards[0]), *shards[1:])
         out = _compat.bind(eqn, shards)[0] if local is None else local(*shards)
         for step in placement.manual or ():
             axes = tuple(names[a] for a in step.axes)
@@ -42,7 +45,15 @@ def manual_op(eqn: Any, operands: list[Any], placement: Placement, logical: Logi
     out = mapped(*operands)
     if name == "scatter-add":
         return operands[0] + out
-    return _outside(eqn, operands, out) if local is not None else out
+    return _outside(eqn, operands, out) if name == "gather" else out
+
+
+def _first_row(table: Any, dim: int, split: tuple[int, ...], logical: LogicalMesh) -> Any:
+    """Global index of the first row that this device holds of a dimension split over mesh axes."""
+    position = 0
+    for axis in split:
+        position = position * logical.sizes[axis] + lax.axis_index(logical.names[axis])
+    return position * table.shape[dim]
 
 
 def _local_gather(eqn: Any, global_shape: tuple[int, ...], placement: Placement, logical: LogicalMesh) -> Any:
@@ -51,16 +62,12 @@ def _local_gather(eqn: Any, global_shape: tuple[int, ...], placement: Placement,
     numbers = params["dimension_numbers"]
     dim = numbers.collapsed_slice_dims[0]
     column = numbers.start_index_map.index(dim)
-    split = placement.targets[0][dim]
 
     def local(table: Any, indices: Any) -> Any:
-        position = 0
-        for axis in split:
-            position = position * logical.sizes[axis] + lax.axis_index(logical.names[axis])
         rows = indices[..., column]
         if params["mode"] == lax.GatherScatterMode.CLIP:
             rows = jnp.clip(rows, 0, global_shape[dim] - 1)
-        rows = rows - jnp.asarray(position * table.shape[dim], rows.dtype)
+        rows = rows - jnp.asarray(_first_row(table, dim, placement.targets[0][dim], logical), rows.dtype)
         inside = (rows >= 0) & (rows < table.shape[dim])
         shifted = indices.at[..., column].set(jnp.clip(rows, 0, table.shape[dim] - 1))
         sizes = tuple(
@@ -70,6 +77,32 @@ def _local_gather(eqn: Any, global_shape: tuple[int, ...], placement: Placement,
         out = lax.gather(table, shifted, numbers, sizes, mode=lax.GatherScatterMode.CLIP)
         inside = jnp.expand_dims(inside, [d for d in range(out.ndim) if d in numbers.offset_dims])
         return jnp.where(inside, out, jnp.zeros((), out.dtype))
+
+    return local
+
+
+def _local_scatter_add(eqn: Any, global_shape: tuple[int, ...], placement: Placement, logical: LogicalMesh) -> Any:
+    """Each device adds its updates to zeros (the operand must count once) and drops those for others' rows."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    columns = [
+        (column, dim, placement.targets[0][dim])
+        for column, dim in enumerate(numbers.scatter_dims_to_operand_dims)
+        if placement.targets[0][dim]
+    ]
+
+    def local(table: Any, indices: Any, updates: Any) -> Any:
+        zeros = jnp.zeros_like(table)
+        if not columns:
+            return _compat.bind(eqn, (zeros, indices, updates))[0]
+        for column, dim, split in columns:
+            rows = indices[..., column]
+            if params["mode"] == lax.GatherScatterMode.CLIP:
+                rows = jnp.clip(rows, 0, global_shape[dim] - 1)
+            rows = rows - jnp.asarray(_first_row(table, dim, split, logical), rows.dtype)
+            indices = indices.at[..., column].set(rows)
+        dropping = dict(params, mode=lax.GatherScatterMode.FILL_OR_DROP, indices_are_sorted=False)
+        return _compat.bind(eqn, (zeros, indices, updates), dropping)[0]
 
     return local
 
