@@ -74,6 +74,11 @@ def name_stack(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def is_transposed(eqn: Eqn) -> bool:
+    """Whether reverse-mode differentiation made an equation: JAX says so on the name stack."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def source_line(eqn: Eqn) -> str:
     """`file.py:line (function)` of the user's code behind an equation, or "" if unknown."""
     frame = _source_info_util.user_frame(eqn.source_info.traceback)

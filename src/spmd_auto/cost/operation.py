@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from spmd_auto.cost.compute import compute_seconds
 from spmd_auto.cost.reshard import ReshardTable
@@ -51,45 +53,56 @@ class OpForm:
     transient: float
 
 
+class Around(NamedTuple):
+    """What an operation's forms depend on beside itself.
+
+    Attributes:
+      operands, results: specs under which the values are stored.
+      shared_sum: number of operations whose partial sums are combined together (1: alone).
+      shared_operands: for each operand among how many operations a reshard of it is shared.
+      latency: share of the latency that collectives on the result, and on each operand, pay.
+    """
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    shared_sum: int
+    shared_operands: tuple[int, ...]
+    latency: tuple[float, tuple[float, ...]]
+
+
 class OperationTable:
-    """All forms of operations on one mesh, cheapest first (memoised by signature and specs)."""
+    """Forms of operations on one mesh (the best one memoised by signature and surroundings)."""
 
     def __init__(self, mesh: LogicalMesh, reshards: ReshardTable):
         self.mesh, self.reshards = mesh, reshards
-        self._memo: dict[object, tuple[OpForm, ...]] = {}
+        self._memo: dict[tuple[int, Around], OpForm] = {}
 
-    def forms(
-        self,
-        op: Op,
-        operands: tuple[Spec, ...],
-        results: tuple[Spec, ...],
-        shared_sum: int,
-        shared_operands: tuple[int, ...],
-        latency: tuple[float, tuple[float, ...]],
-    ) -> tuple[OpForm, ...]:
-        """All forms of `op` for operands and results stored under the given specs.
+    def forms(self, op: Op, around: Around) -> tuple[OpForm, ...]:
+        """All forms of `op`, cheapest first."""
+        made = [self._price(op, choice, around) for choice in self._choices(op, around)]
+        # the sort is stable, so equal prices keep the order of choices
+        return tuple(sorted((form for form in made if form is not None), key=lambda form: form.total))
 
-        Args:
-          shared_sum: number of operations whose partial sums are combined together (1: alone).
-          shared_operands: for each operand among how many operations a reshard of it is shared.
-          latency: share of the latency that collectives on the result, and on each operand, pay.
-        """
-        key = (op.signature, operands, results, shared_sum, shared_operands, latency)
+    def best(self, op: Op, around: Around) -> OpForm:
+        """The cheapest form of `op` (memoised): the first of `forms`, found without pricing hopeless ones in full."""
+        key = (op.signature, around)
         found = self._memo.get(key)
         if found is None:
-            candidates = [self._candidates(op, axis, operands, results) for axis in range(len(self.mesh.sizes))]
-            made = []
-            for choice in itertools.product(*candidates):
-                form = self._price(op, choice, operands, results, shared_sum, shared_operands, latency)
-                if form is not None:
-                    made.append(form)
-            # the sort is stable, so equal prices keep the order of choices
-            found = self._memo[key] = tuple(sorted(made, key=lambda form: form.total))
+            limit = math.inf
+            for choice in self._choices(op, around):
+                form = self._price(op, choice, around, limit)
+                if form is not None and form.total < limit:
+                    found, limit = form, form.total
+            assert found is not None  # no axis on any factor is always possible
+            self._memo[key] = found
         return found
 
-    def _candidates(
-        self, op: Op, axis: int, operands: tuple[Spec, ...], results: tuple[Spec, ...]
-    ) -> list[int | None]:
+    def _choices(self, op: Op, around: Around) -> Iterable[tuple[int | None, ...]]:
+        return itertools.product(*[self._candidates(op, axis, around) for axis in range(len(self.mesh.sizes))])
+
+    @staticmethod
+    def _candidates(op: Op, axis: int, around: Around) -> list[int | None]:
+        operands, results = around.operands, around.results
         found: list[int | None] = [None]
         for index, factor in enumerate(op.rule):
             if not factor.splittable:
@@ -122,15 +135,10 @@ class OperationTable:
         return arranged
 
     def _price(
-        self,
-        op: Op,
-        choice: tuple[int | None, ...],
-        operands: tuple[Spec, ...],
-        results: tuple[Spec, ...],
-        shared_sum: int,
-        shared_operands: tuple[int, ...],
-        latency: tuple[float, tuple[float, ...]],
+        self, op: Op, choice: tuple[int | None, ...], around: Around, limit: float = math.inf
     ) -> OpForm | None:
+        """None if a factor is not divisible, or the operands' reshards alone cost more than `limit`."""
+        operands, results, shared_sum = around.operands, around.results, around.shared_sum
         mesh = self.mesh
         arranged = self._arrange(op.rule, choice, operands, results)
         if arranged is None:
@@ -154,8 +162,11 @@ class OperationTable:
             targets.append(target)
             if value.placed and operands[k] != target:
                 incoming += (
-                    self.reshards.price(value.bytes, operands[k], target, latency[1][k]).seconds / shared_operands[k]
+                    self.reshards.price(value.bytes, operands[k], target, around.latency[1][k]).seconds
+                    / around.shared_operands[k]
                 )
+                if incoming > limit:
+                    return None
                 transient += value.bytes * self.reshards.fractions[target]
         raws, reductions, reshards = [], [], []
         for k, value in enumerate(op.results):
@@ -163,9 +174,9 @@ class OperationTable:
             raws.append(raw)
             if raw != results[k]:
                 transient += value.bytes * self.reshards.fractions[raw]
-            combined, spec = self._combine(op, value.bytes, raw, results[k], partial, shared_sum, latency[0])
+            combined, spec = self._combine(op, value.bytes, raw, results[k], partial, shared_sum, around.latency[0])
             reductions += combined
-            reshards += self.reshards.price(value.bytes, spec, results[k], latency[0]).transfers
+            reshards += self.reshards.price(value.bytes, spec, results[k], around.latency[0]).transfers
         seconds, flops = compute_seconds(self.reshards.fractions, op, targets, raws, pieces)
         reducing = sum(t.seconds for t in reductions)
         after = seconds + sum(t.seconds for t in reshards)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from spmd_auto.cost.memory import MemoryTable
-from spmd_auto.cost.operation import OperationTable, OpForm
-from spmd_auto.cost.reshard import ReshardTable
+from spmd_auto.cost.operation import Around, OperationTable, OpForm
+from spmd_auto.cost.reshard import Reshard, ReshardTable
 from spmd_auto.cost.structure import Structure, build_structure
 from spmd_auto.mesh.collectives import Transfer
 from spmd_auto.mesh.logical import LogicalMesh, Spec
@@ -30,6 +31,7 @@ class Priced:
       seconds: predicted time of a step.
       memory: predicted peak bytes of one device.
       score: what the search minimises: seconds, and a penalty above the memory budget.
+      key: digest of all specs; equal for equal specs (and, but for a 64-bit chance, only for those).
     """
 
     assignment: Assignment
@@ -42,6 +44,7 @@ class Priced:
     seconds: float
     memory: float
     score: float
+    key: int
 
 
 class Pricer:
@@ -68,55 +71,66 @@ class Pricer:
         self.reshards = ReshardTable(mesh)
         self.operations = OperationTable(mesh, self.reshards)
         self.states = 0
+        self._operand_bytes = [[v.bytes for v in cls.op.operands] for cls in analysis.classes.ops]
         self._around = [(*cls.operands, *cls.results) for cls in analysis.classes.ops]
-        self._forms: list[dict[tuple[Spec, ...], tuple[OpForm, ...]]] = [{} for _ in self._around]
+        self._best: list[dict[tuple[Spec, ...], OpForm]] = [{} for _ in self._around]
         self._flat_seconds = {c: b / mesh.chip.memory_bandwidth for c, b in self.structure.flat_bytes.items()}
 
     # ---- parts --------------------------------------------------------------------------------
 
     def forms(self, op_class: int, specs: Sequence[Spec]) -> tuple[OpForm, ...]:
         """All forms of an operation class under the specs of the value classes, cheapest first."""
-        cls = self.analysis.classes.ops[op_class]
-        around = tuple([specs[c] for c in self._around[op_class]])
-        found = self._forms[op_class].get(around)
+        specs_around = tuple([specs[c] for c in self._around[op_class]])
+        return self.operations.forms(self.analysis.classes.ops[op_class].op, self._surroundings(op_class, specs_around))
+
+    def best(self, op_class: int, specs: Sequence[Spec]) -> OpForm:
+        """The cheapest form of an operation class."""
+        specs_around = tuple([specs[c] for c in self._around[op_class]])
+        found = self._best[op_class].get(specs_around)
         if found is None:
-            split = len(cls.operands)
-            found = self._forms[op_class][around] = self.operations.forms(
-                cls.op,
-                around[:split],
-                around[split:],
-                self.structure.share_sum[op_class],
-                self.structure.share_operands[op_class],
-                self.structure.latency[op_class],
-            )
+            op = self.analysis.classes.ops[op_class].op
+            found = self.operations.best(op, self._surroundings(op_class, specs_around))
+            self._best[op_class][specs_around] = found
         return found
 
-    def edge(self, index: int, specs: Sequence[Spec], forms: Sequence[OpForm | None]) -> tuple[float, list[Transfer]]:
-        """(seconds per step, transfers of one trip) of an edge: every distinct target once."""
+    def _surroundings(self, op_class: int, specs_around: tuple[Spec, ...]) -> Around:
+        split = len(self.analysis.classes.ops[op_class].operands)
+        structure = self.structure
+        return Around(
+            specs_around[:split],
+            specs_around[split:],
+            structure.share_sum[op_class],
+            structure.share_operands[op_class],
+            structure.latency[op_class],
+        )
+
+    def _edge_moves(self, index: int, specs: Sequence[Spec], forms: Sequence[OpForm | None]) -> list[Reshard]:
+        """The reshards of one trip of an edge: every step to a distinct target once."""
         edge = self.structure.edges[index]
         source = specs[edge.value]
-        seen = {source}
-        seconds, moves = 0.0, []
-        for op_class, position, permutation in edge.consumers:
-            form, cls = forms[op_class], self.analysis.classes.ops[op_class]
-            assert form is not None
-            target, stored = form.targets[position], source
-            if permutation:
-                own = specs[cls.operands[position]]
-                if own == tuple(source[d] for d in permutation):
-                    target = tuple(target[permutation.index(d)] for d in range(len(target)))
-                else:  # the transpose itself moves it
-                    stored = own
-                    if target == own:
-                        continue
-            if stored is source:
-                if target in seen:
-                    continue
-                seen.add(target)
-            reshard = self.reshards.price(cls.op.operands[position].bytes, stored, target, edge.latency)
-            seconds += reshard.seconds
-            moves += reshard.transfers
-        return seconds * edge.trips, moves
+        reached: list[Spec] = [source]
+        moves: list[Reshard] = []
+        for op_class, position in edge.consumers:
+            target = forms[op_class].targets[position]  # type: ignore[union-attr]  # consumers are active
+            if target in reached:
+                continue
+            total = self._operand_bytes[op_class][position]
+            for before, after in itertools.pairwise(self.reshards.path(source, target)):
+                if after not in reached:
+                    reached.append(after)
+                    moves.append(self.reshards.price(total, before, after, edge.latency))
+        return moves
+
+    def edge(self, index: int, specs: Sequence[Spec], forms: Sequence[OpForm | None]) -> float:
+        """Seconds per step of an edge."""
+        moves = self._edge_moves(index, specs, forms)
+        if not moves:
+            return 0.0
+        return sum([move.seconds for move in moves]) * self.structure.edges[index].trips
+
+    def edge_transfers(self, index: int, specs: Sequence[Spec], forms: Sequence[OpForm | None]) -> list[Transfer]:
+        """Transfers of one trip of an edge."""
+        return [t for move in self._edge_moves(index, specs, forms) for t in move.transfers]
 
     def sum_group(self, index: int, forms: Sequence[OpForm | None]) -> tuple[float, list[Transfer], bool]:
         """(seconds per step, transfers of one trip, whether the reductions are shared) of a sum group."""
@@ -149,12 +163,12 @@ class Pricer:
         ops = self.analysis.classes.ops
         forms: list[OpForm | None] = [None] * len(ops)
         for i in self.structure.active:
-            forms[i] = self.forms(i, specs)[0]
+            forms[i] = self.best(i, specs)
         return self.assemble(assignment, specs, forms)
 
     def assemble(self, assignment: Assignment, specs: list[Spec], forms: list[OpForm | None]) -> Priced:
         """The price of given specs and forms."""
-        edges = [self.edge(i, specs, forms)[0] for i in range(len(self.structure.edges))]
+        edges = [self.edge(i, specs, forms) for i in range(len(self.structure.edges))]
         sums = [self.sum_group(i, forms)[0] for i in range(len(self.structure.sums))]
         ops = self.analysis.classes.ops
         seconds = self.fused_seconds(specs) + sum(edges) + sum(sums)
@@ -165,7 +179,10 @@ class Pricer:
             seconds += ops[i].trips * form.after
             transient[i] = form.transient
         fractions = np.array([self.reshards.fractions[spec] for spec in specs])
-        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds)
+        key = 0
+        for entry in enumerate(specs):
+            key ^= hash(entry)  # of integers and tuples only: the same in every process
+        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, key)
 
     def _scored(
         self,
@@ -177,29 +194,45 @@ class Pricer:
         transient: np.ndarray,
         fractions: np.ndarray,
         seconds: float,
+        key: int,
     ) -> Priced:
         memory = self.memory.peak(fractions, transient)
         score = seconds if memory <= self.budget else seconds + 10 + 1e3 * (memory / self.budget - 1)
-        return Priced(assignment, specs, forms, edges, sums, transient, fractions, seconds, memory, score)
+        return Priced(assignment, specs, forms, edges, sums, transient, fractions, seconds, memory, score, key)
 
-    def change(self, parent: Priced, assignment: Assignment, touched: Iterable[int]) -> Priced | None:
+    def change(
+        self, parent: Priced, assignment: Assignment, touched: Iterable[int], known: set[int] | None = None
+    ) -> Priced | None:
         """The price of `assignment` from its parent's; only `touched` value classes may differ.
 
-        Returns None if no spec changes.  Equal to `price(assignment)` up to rounding.
+        Equal to `price(assignment)` up to rounding.
+
+        Args:
+          known: keys of specs that need no price any more; a new key is added.
+
+        Returns:
+          None if no spec changes, or the specs are known.
         """
-        self.states += 1
         old = parent.specs
         changed = [(c, spec) for c, spec in self.specs.some(touched, assignment) if spec != old[c]]
         if not changed:
             return None
+        key = parent.key
+        for c, spec in changed:
+            key ^= hash((c, old[c])) ^ hash((c, spec))
+        if known is not None:
+            if key in known:
+                return None
+            known.add(key)
+        self.states += 1
         specs = list(old)
         fractions = parent.fractions.copy()
         seconds = parent.seconds
-        structure, ops = self.structure, self.analysis.classes.ops
+        structure, ops, share = self.structure, self.analysis.classes.ops, self.reshards.fractions
         op_ids: set[int] = set()
         edge_ids: set[int] = set()
         for c, spec in changed:
-            fraction = self.reshards.fractions[spec]
+            fraction = share[spec]
             if c in self._flat_seconds:
                 seconds += self._flat_seconds[c] * (fraction - fractions[c])
             specs[c] = spec
@@ -210,10 +243,10 @@ class Pricer:
         transient = parent.transient.copy()
         sum_ids: set[int] = set()
         for i in op_ids:
-            form, before = self.forms(i, specs)[0], forms[i]
-            assert before is not None
+            form, before = self.best(i, specs), forms[i]
             if form is before:
                 continue
+            assert before is not None
             transient[i] = form.transient
             seconds += ops[i].trips * (form.after - before.after)
             if form.targets != before.targets:
@@ -222,11 +255,11 @@ class Pricer:
                 sum_ids.update(structure.sums_of_op.get(i, ()))
             forms[i] = form
         for i in edge_ids:
-            now = self.edge(i, specs, forms)[0]
+            now = self.edge(i, specs, forms)
             seconds += now - edges[i]
             edges[i] = now
         for i in sum_ids:
             now = self.sum_group(i, forms)[0]
             seconds += now - sums[i]
             sums[i] = now
-        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds)
+        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, key)

@@ -94,7 +94,7 @@ def make_report(pricer: Pricer, priced: Priced) -> PriceReport:
         add(moves, cls.trips, f"result of {cls.op.name}", cls.op.source)
     for i, edge in enumerate(structure.edges):
         op = ops[edge.consumers[0][0]].op
-        add(pricer.edge(i, priced.specs, priced.forms)[1], edge.trips, f"operand of {op.name}", op.source)
+        add(pricer.edge_transfers(i, priced.specs, priced.forms), edge.trips, f"operand of {op.name}", op.source)
     for i, group in enumerate(structure.sums):
         op = ops[group.leaves[0]].op
         add(pricer.sum_group(i, priced.forms)[1], group.trips, f"sum of {len(group.leaves)} {op.name}", op.source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from spmd_auto.mesh.collectives import ALL_GATHER, ALL_TO_ALL, PERMUTE, Transfer, collective
 from spmd_auto.mesh.logical import LogicalMesh, ShardFractions, Spec
@@ -26,23 +27,33 @@ class ReshardTable:
     def __init__(self, mesh: LogicalMesh):
         self.mesh = mesh
         self.fractions = ShardFractions(mesh)
+        self._paths: dict[tuple[Spec, Spec], tuple[Spec, ...]] = {}
         self._memo: dict[tuple[int, Spec, Spec, float], Reshard] = {}
 
     def price(self, total_bytes: int, source: Spec, target: Spec, latency: float = 1.0) -> Reshard:
         """Prices `source` -> `target` for a value of `total_bytes` unsplit.
 
-        Order: slice what the target adds, exchange what moves to another dimension, gather what it drops
-        (slow axes first, while the pieces are small).
+        The price of its path: on each step slice what the target adds, exchange what moves to another
+        dimension, gather what it drops.
         """
         if source == target:
             return NOTHING
         key = (total_bytes, source, target, latency)
         found = self._memo.get(key)
         if found is None:
-            found = self._memo[key] = self._compute(total_bytes, source, target, latency)
+            steps = [self._step(total_bytes, a, b, latency) for a, b in itertools.pairwise(self.path(source, target))]
+            found = Reshard(sum(s.seconds for s in steps), tuple(t for s in steps for t in s.transfers))
+            self._memo[key] = found
         return found
 
-    def _compute(self, total: int, source: Spec, target: Spec, latency: float) -> Reshard:
+    def path(self, source: Spec, target: Spec) -> tuple[Spec, ...]:
+        """The specs that a reshard goes through, both ends included; lowering constrains to each."""
+        found = self._paths.get((source, target))
+        if found is None:
+            found = self._paths[source, target] = (source, *_stages(self.mesh, source, target), target)
+        return found
+
+    def _step(self, total: int, source: Spec, target: Spec, latency: float) -> Reshard:
         mesh = self.mesh
         size = total * self.fractions[source]
         have, want = axis_places(source), axis_places(target)
@@ -86,3 +97,24 @@ def gather_steps(mesh: LogicalMesh, source: Spec, target: Spec) -> list[tuple[in
         else:
             steps += [(axis,) for axis in reversed(axes)]
     return steps
+
+
+def _stages(mesh: LogicalMesh, source: Spec, target: Spec) -> list[Spec]:
+    """Specs between two gathers, if `target` takes several. What moves or is sliced does so before the first."""
+    steps = gather_steps(mesh, source, target)
+    if len(steps) < 2:
+        return []
+    want = axis_places(target)
+    current: list[tuple[int, ...]] = []
+    for dim, axes in enumerate(source):
+        if all(a in want for a in axes):
+            current.append(target[dim])
+        elif any(a not in axes for a in target[dim]):
+            return []  # axes come and go on one dimension: left to the compiler in one go
+        else:
+            current.append(tuple(a for a in axes if want.get(a, dim) == dim))
+    stages = []
+    for gathered in steps[:-1]:
+        current = [tuple(a for a in axes if a not in gathered) for axes in current]
+        stages.append(tuple(current))
+    return stages

@@ -14,20 +14,22 @@ from spmd_auto.cost.compute import FREE, FUSED_SHARE
 from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.propagate.classes import OpClass
 from spmd_auto.propagate.factors import Kind
+from spmd_auto.propagate.forms import Form
 from spmd_auto.propagate.graph import Op, Site, Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """A value class, the operands that read it (or a transpose of it) in one loop, and how often.
+    """A value class, the operands (operation class, position) that read it in one loop and pass, and how often.
 
-    A consumer is (operation class, operand position, permutation): dimension `i` of the operand is
-    dimension `permutation[i]` of the value; () if they are the same.
+    A stored parameter is read by the forward and the backward pass as two edges: what one pass gathers is not
+    kept for the other.
+
     `latency` is the share of the latency that its collectives pay (see `_latencies`).
     """
 
     value: int
-    consumers: tuple[tuple[int, int, tuple[int, ...]], ...]
+    consumers: tuple[tuple[int, int], ...]
     trips: int
     latency: float = 1.0
 
@@ -83,16 +85,14 @@ def build_structure(analysis: Analysis) -> Structure:
             share_sum[c] = len(group.leaves)
     share = [[1] * len(c.operands) for c in classes.ops]
     for edge in edges:
-        heavy = [(c, k) for c, k, _ in edge.consumers if classes.ops[c].op.flops]
+        heavy = [(c, k) for c, k in edge.consumers if classes.ops[c].op.flops]
         for c, k in heavy:
             share[c][k] = max(share[c][k], len(heavy))
     edges_of_value: dict[int, list[int]] = defaultdict(list)
     edges_of_op: dict[int, list[int]] = defaultdict(list)
     for i, edge in enumerate(edges):
-        read = {classes.ops[c].operands[k] for c, k, _ in edge.consumers}
-        for value in sorted(read | {edge.value}):
-            edges_of_value[value].append(i)
-        for c in sorted({c for c, _, _ in edge.consumers}):
+        edges_of_value[edge.value].append(i)
+        for c in sorted({c for c, _ in edge.consumers}):
             edges_of_op[c].append(i)
     sums_of_op: dict[int, list[int]] = defaultdict(list)
     for i, group in enumerate(sums):
@@ -163,45 +163,43 @@ def _edges(
     analysis: Analysis, flat: frozenset[int], latency: list[tuple[float, tuple[float, ...]]]
 ) -> list[Edge]:
     classes = analysis.classes
-    roots = _common_values(analysis)
-    readers: dict[int, dict[tuple[tuple[Site, ...], int], set[tuple[int, int, tuple[int, ...]]]]] = {}
+    same = _common_casts(analysis)
+    readers: dict[int, dict[tuple[tuple[Site, ...], int, bool], set[tuple[int, int]]]] = {}
     for op in analysis.graph.ops:
         c = classes.of_op[op.id]
         if c is None or c in flat:
             continue
         for k, value in enumerate(op.operands):
             if value.placed:
-                root, permutation = roots.get(value.id, (value.id, ()))
-                readers.setdefault(root, {}).setdefault((op.loop, op.trips), set()).add((c, k, permutation))
-    trips: Counter[tuple[int, tuple[tuple[int, int, tuple[int, ...]], ...]]] = Counter()
+                again = op.backward and reads_stored(analysis, value.id)
+                by_loop = readers.setdefault(same.get(value.id, value.id), {})
+                by_loop.setdefault((op.loop, op.trips, again), set()).add((c, k))
+    trips: Counter[tuple[int, tuple[tuple[int, int], ...]]] = Counter()
     for value_id, by_loop in readers.items():
-        for (_, count), consumers in by_loop.items():
+        for (_, count, _), consumers in by_loop.items():
             trips[classes.of_value[value_id], tuple(sorted(consumers))] += count
     return [
-        Edge(value, consumers, count, min(latency[c][1][k] for c, k, _ in consumers))
+        Edge(value, consumers, count, min(latency[c][1][k] for c, k in consumers))
         for (value, consumers), count in trips.items()
     ]
 
 
-def _common_values(analysis: Analysis) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Value id -> (the value it repeats, its permutation): casts that appear twice, and transposes.
+def reads_stored(analysis: Analysis, value_id: int) -> bool:
+    """Whether a value is a parameter as it is stored (or a cast or transpose of one)."""
+    form = analysis.forms.of.get(value_id)
+    return form is not None and form[1] is Form.STORED
 
-    XLA keeps one of equal values and moves a transpose behind a reshard, so the reshard is paid once.
-    """
-    roots: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+def _common_casts(analysis: Analysis) -> dict[int, int]:
+    """Value id -> the value it repeats: casts of one value to one type. XLA keeps one, so it is resharded once."""
+    same: dict[int, int] = {}
     first: dict[object, int] = {}
     for op in analysis.graph.ops:
-        if op.name not in ("convert_element_type", "transpose") or op.eqn is None:
-            continue
-        operand, result = op.operands[0].id, op.results[0].id
-        root, outer = roots.get(operand, (operand, ()))
-        if op.name == "transpose":
-            inner = tuple(op.eqn.params["permutation"])
-            roots[result] = (root, tuple(outer[d] for d in inner) if outer else inner)
-        elif op.results[0].placed:
-            key = (root, outer, op.loop, str(op.eqn.outvars[0].aval))
-            roots[result] = (first.setdefault(key, result), ())
-    return roots
+        if op.name == "convert_element_type" and op.eqn is not None:
+            operand = op.operands[0].id
+            key = (same.get(operand, operand), op.loop, str(op.eqn.outvars[0].aval))
+            same[op.results[0].id] = first.setdefault(key, op.results[0].id)
+    return same
 
 
 _CARRIES_SUM = ("transpose", "convert_element_type", "reshape", "squeeze", "copy")

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from spmd_auto.cost.operation import STAGEABLE, OpForm
 from spmd_auto.cost.pricer import Priced, Pricer
-from spmd_auto.cost.reshard import gather_steps
+from spmd_auto.cost.reshard import ReshardTable, gather_steps
+from spmd_auto.cost.structure import reads_stored
 from spmd_auto.mesh.collectives import ALL_REDUCE
 from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.assignment import axis_places
@@ -36,12 +37,15 @@ class Placement:
     Attributes:
       operands: per operand the specs to constrain it to, in order.
       results: per result likewise.
+      again: operands gathered again for the backward pass: they pass a barrier together with the others, or
+        the compiler would keep what the forward pass gathered.
       manual: staged reductions if the operation is written out by hand, else None.
       targets, reduced: operand specs and the result spec after the steps, of a manual operation.
     """
 
     operands: tuple[tuple[Spec, ...], ...]
     results: tuple[tuple[Spec, ...], ...]
+    again: tuple[int, ...] = ()
     manual: tuple[Step, ...] | None = None
     targets: tuple[Spec, ...] = ()
     reduced: Spec = ()
@@ -85,9 +89,17 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
             continue
         form = priced.forms[index]
         if form is not None and (op.cuts_regions or op.name.startswith("reduce_")):
-            by_site[op.site] = _cut_point(mesh, op, form, own, op.id in deferred)
+            placement = _cut_point(pricer.reshards, op, form, own, op.id in deferred)
+            if op.backward:
+                again = tuple(
+                    k
+                    for k, v in enumerate(op.operands)
+                    if v.placed and reads_stored(analysis, v.id) and gather_steps(mesh, own(v), form.targets[k])
+                )
+                placement = dataclasses.replace(placement, again=again)
+            by_site[op.site] = placement
         elif form is not None and form.reshards:
-            by_site[op.site] = _resharded(mesh, op, form, own)
+            by_site[op.site] = _resharded(pricer.reshards, op, form, own)
         elif op.name in ("add", "add_any") and op.results[0].placed:
             by_site[op.site] = Placement(((),) * len(op.operands), ((own(op.results[0]),),))
     return Placements(
@@ -99,15 +111,14 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
     )
 
 
-def _cut_point(mesh: LogicalMesh, op: Op, form: OpForm, own: Own, deferred: bool) -> Placement:
+def _cut_point(reshards: ReshardTable, op: Op, form: OpForm, own: Own, deferred: bool) -> Placement:
     operands = []
     for value, target in zip(op.operands, form.targets, strict=True):
         if not value.placed:
             operands.append(())
             continue
         stored = own(value)
-        chain = (stored, *gather_stages(mesh, stored, target), target) if stored != target else (target,)
-        operands.append(chain)
+        operands.append(reshards.path(stored, target) if stored != target else (target,))
     results = []
     partial = bool(form.reductions)
     for value, raw in zip(op.results, form.raws, strict=True):
@@ -115,20 +126,20 @@ def _cut_point(mesh: LogicalMesh, op: Op, form: OpForm, own: Own, deferred: bool
             results.append(())
             continue
         stored = own(value)
-        results.append((raw, stored) if not partial and raw != stored else (stored,))
+        results.append(reshards.path(raw, stored) if not partial and raw != stored else (stored,))
     if partial and not deferred and _is_manual(op, form):
         steps, reduced = _steps(form, own(op.results[0]))
-        return Placement(tuple(operands), tuple(results), steps, form.targets, reduced)
+        return Placement(tuple(operands), tuple(results), (), steps, form.targets, reduced)
     return Placement(tuple(operands), tuple(results))
 
 
-def _resharded(mesh: LogicalMesh, op: Op, form: OpForm, own: Own) -> Placement:
+def _resharded(reshards: ReshardTable, op: Op, form: OpForm, own: Own) -> Placement:
     """An elementwise operation whose result moves: computed in its form, then brought into its own spec."""
     results = []
     for value, raw in zip(op.results, form.raws, strict=True):
         stored = own(value)
         moves = value.placed and raw != stored
-        results.append((raw, *gather_stages(mesh, raw, stored), stored) if moves else ())
+        results.append(reshards.path(raw, stored) if moves else ())
     return Placement(((),) * len(op.operands), tuple(results))
 
 
@@ -159,15 +170,6 @@ def _steps(form: OpForm, stored: Spec) -> tuple[tuple[Step, ...], Spec]:
         steps.append(Step((axis,), places[axis]))
         spec[places[axis]].append(axis)
     return tuple(steps), tuple(tuple(axes) for axes in spec)
-
-
-def gather_stages(mesh: LogicalMesh, source: Spec, target: Spec) -> list[Spec]:
-    """Specs between `source` and `target` if the gathers between them are several collectives."""
-    stages, current = [], source
-    for axes in gather_steps(mesh, source, target)[:-1]:
-        current = tuple(tuple(a for a in dim if a not in axes) for dim in current)
-        stages.append(current)
-    return stages
 
 
 def _loops(graph: Graph, own: Own) -> dict[Site, LoopSpecs]:

@@ -32,6 +32,7 @@ class Replay:
         self.manual = 0
         # one constrained value per (value, spec) and loop body: a second constraint would gather again
         self._scopes: list[dict[tuple[int, Spec], tuple[Any, Any]]] = [{}]
+        self._again: list[dict[int, tuple[Any, Any]]] = [{}]
 
     def sharding(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.mesh, self.logical.partition_spec(spec))
@@ -46,6 +47,14 @@ class Replay:
         scope[id(x), spec] = (x, out)  # keeps x alive, so its id stays its own
         scope[id(out), spec] = (out, out)
         return out
+
+    def _enter(self) -> None:
+        self._scopes.append({})
+        self._again.append({})
+
+    def _leave(self) -> None:
+        self._scopes.pop()
+        self._again.pop()
 
     def run(self, jaxpr: Any, args: Sequence[Any], site: Site = ()) -> list[Any]:
         inner = _compat.open_jaxpr(jaxpr)
@@ -83,6 +92,8 @@ class Replay:
         placement = self.placements.by_site.get(site)
         if placement is None:
             return _compat.bind(eqn, operands)
+        if placement.again and len(operands) > 1:
+            operands = self.read_again(operands, placement.again)
         for k, specs in enumerate(placement.operands):
             for spec in specs:
                 operands[k] = self.constrain(operands[k], spec)
@@ -95,6 +106,17 @@ class Replay:
             for spec in specs:
                 outs[k] = self.constrain(outs[k], spec)
         return outs
+
+    def read_again(self, operands: list[Any], again: tuple[int, ...]) -> list[Any]:
+        """Operands `again` anew, not before the others are there; once per value and loop body."""
+        scope = self._again[-1]
+        fresh = [k for k in again if id(operands[k]) not in scope]
+        if fresh:
+            others = [x for k, x in enumerate(operands) if k not in again]
+            barred = lax.optimization_barrier([*(operands[k] for k in fresh), *others])
+            for k, x in zip(fresh, barred, strict=False):
+                scope[id(operands[k])] = (operands[k], x)
+        return [scope[id(x)][1] if k in again else x for k, x in enumerate(operands)]
 
     # ---- control flow -------------------------------------------------------------------------
 
@@ -113,11 +135,11 @@ class Replay:
         constants = operands[:consts]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            self._scopes.append({})
+            self._enter()
             carry = [self._carried(x, spec) for x, spec in zip(carry, specs.start, strict=True)]
             outs = self.run(params["jaxpr"], [*constants, *carry, *xs], site)
             out_carry = [self._carried(x, spec) for x, spec in zip(outs[:carries], specs.end, strict=True)]
-            self._scopes.pop()
+            self._leave()
             return out_carry, outs[carries:]
 
         final, ys = lax.scan(
@@ -140,17 +162,17 @@ class Replay:
         specs = self.placements.loops[site]
 
         def cond(carry: list[Any]) -> Any:
-            self._scopes.append({})
+            self._enter()
             out = self.run(params["cond_jaxpr"], [*cond_consts, *carry], (*site, 0))[0]
-            self._scopes.pop()
+            self._leave()
             return out
 
         def body(carry: list[Any]) -> list[Any]:
-            self._scopes.append({})
+            self._enter()
             carry = [self._carried(x, spec) for x, spec in zip(carry, specs.start, strict=True)]
             outs = self.run(params["body_jaxpr"], [*body_consts, *carry], (*site, 1))
             outs = [self._carried(x, spec) for x, spec in zip(outs, specs.end, strict=True)]
-            self._scopes.pop()
+            self._leave()
             return outs
 
         final = lax.while_loop(cond, body, start)
@@ -161,9 +183,9 @@ class Replay:
 
         def branch(k: int) -> Any:
             def run(*args: Any) -> list[Any]:
-                self._scopes.append({})
+                self._enter()
                 outs = self.run(eqn.params["branches"][k], args, (*site, k))
-                self._scopes.pop()
+                self._leave()
                 return outs
 
             return run

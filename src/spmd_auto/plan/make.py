@@ -144,7 +144,8 @@ def price_strategy(
     """The plan that a strategy given by hand stands for, priced.
 
     Args:
-      assignment: logical axis -> mesh axis or axes, strongest first: `{"batch": "data", "heads": "model"}`.
+      assignment: logical axis (or a glob, `heads*`) -> mesh axis or axes, strongest first:
+        `{"batch": "data", "heads*": "model"}`.
       zero: ZeRO stage 0 to 3 over `zero_axes`, for all parameters.
       refined: let operations agree on forms jointly (as the search's last step does).
 
@@ -166,10 +167,11 @@ def price_strategy(
 
 
 def _check_axis(analysis: Analysis, mesh: LogicalMesh, axis: str, to: str) -> None:
-    group = strategies.resolve_axis(analysis, axis)
+    groups = strategies.resolve_axes(analysis, axis)
     n = mesh.sizes[strategies.resolve_mesh_axis(mesh, to)]
-    size = analysis.axes.size[group]
-    if size % n:
+    sizes = [analysis.axes.size[group] for group in groups]
+    if all(size % n for size in sizes):
+        size = sizes[0]
         divisors = [d for d in range(n, 1, -1) if size % d == 0]
         raise BatchError(
             f"logical axis {axis!r} of size {size} can't be split over {to!r} ({n} devices)",

@@ -55,7 +55,11 @@ class Value:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Op:
-    """One operation. `trips` is how often it runs per step, `loop` the sites of the scans around it."""
+    """One operation.
+
+    `trips` is how often it runs per step, `loop` the sites of the scans around it, `backward` whether reverse-mode
+    differentiation made it (its cotangents' pass).
+    """
 
     id: int
     name: str
@@ -68,6 +72,7 @@ class Op:
     signature: int
     flops: int = 0
     eqn: Any = None
+    backward: bool = False
 
     @property
     def cuts_regions(self) -> bool:
@@ -130,6 +135,7 @@ class _Builder:
         self.widen = widen
         self.signature_ids: dict[Any, int] = {}
         self.loop: tuple[Site, ...] = ()
+        self.backward = False
         self.rules: dict[int, Rule] = {}
         jaxpr = program.jaxpr
         for leaf, var in zip(program.arguments, _compat.open_jaxpr(jaxpr).invars, strict=True):
@@ -159,9 +165,12 @@ class _Builder:
         def read(var: Any) -> Value:
             return self.value(var.aval) if isinstance(var, _compat.Literal) else env[var]
 
+        outer = self.backward
         for index, eqn in enumerate(inner.eqns):
+            self.backward = outer or _compat.is_transposed(eqn)
             results = self.apply(eqn, [read(v) for v in eqn.invars], trips, (*site, index))
             env.update(zip(eqn.outvars, results, strict=True))
+        self.backward = outer
         return [read(v) for v in inner.outvars]
 
     def apply(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
@@ -201,7 +210,18 @@ class _Builder:
         signature = self.signature_ids.setdefault(key, len(self.signature_ids))
         flops = _flops(name, eqn, operands, results)
         op = Op(
-            len(self.graph.ops), name, tuple(operands), tuple(results), rule, trips, self.loop, site, signature, flops, eqn
+            len(self.graph.ops),
+            name,
+            tuple(operands),
+            tuple(results),
+            rule,
+            trips,
+            self.loop,
+            site,
+            signature,
+            flops,
+            eqn,
+            self.backward,
         )
         self.graph.ops.append(op)
         if eqn is not None:

@@ -29,8 +29,8 @@ class SearchOptions:
       seconds: optional time limit; the best plan so far is kept and the plan says that it was stopped.
     """
 
-    beam_width: int = 3
-    per_structure: int = 2
+    beam_width: int = 2
+    per_structure: int = 1
     polished: int = 2
     patience: int = 2
     depth: int = 16
@@ -46,15 +46,13 @@ class Clock:
     deadline: float | None
     stopped: str = ""
 
-    def spend(self) -> bool:
+    def spend(self) -> None:
+        """Counts one priced state."""
+        self.states_left -= 1
         if self.states_left <= 0:
             self.stopped = "state budget"
         elif self.deadline is not None and time.monotonic() > self.deadline:
             self.stopped = "time limit"
-        if self.stopped:
-            return False
-        self.states_left -= 1
-        return True
 
 
 def search_mesh(
@@ -66,21 +64,19 @@ def search_mesh(
 ) -> list[Priced]:
     """Plans found on one mesh, best first, refined."""
     ends: list[Priced] = []
-    known: dict[tuple[object, ...], float] = {}
+    known: set[int] = set()  # specs that some beam has seen: no other one prices them again
     for label, seed in seeds(space):
         if clock.stopped:
             break
         start = pricer.price(seed)
-        if known.setdefault(tuple(start.specs), start.score) != start.score:
+        if start.key in known:
             continue
-        best = _beam(pricer, space, start, options, clock)
+        known.add(start.key)
+        best = _beam(pricer, space, start, options, clock, known)
         ends.append(best)
         if progress is not None:
             progress(f"{pricer.mesh.describe()} from {label}: {min(ends, key=_score).seconds * 1e3:.2f} ms")
-    unique: dict[tuple[object, ...], Priced] = {}
-    for end in sorted(ends, key=_score):
-        unique.setdefault(tuple(end.specs), end)
-    polished = [_descend(pricer, space, end, clock) for end in list(unique.values())[: options.polished]]
+    polished = [_descend(pricer, space, end, clock) for end in sorted(ends, key=_score)[: options.polished]]
     refined = [refine(pricer, end) for end in polished]
     return sorted(refined, key=_score)
 
@@ -128,22 +124,20 @@ def _batch_like(space: Space) -> list[int]:
     return [g for g, n in zip(analysis.axes.of[value.id][:1], value.shape, strict=False) if n % count == 0]
 
 
-def _beam(pricer: Pricer, space: Space, start: Priced, options: SearchOptions, clock: Clock) -> Priced:
+def _beam(
+    pricer: Pricer, space: Space, start: Priced, options: SearchOptions, clock: Clock, known: set[int]
+) -> Priced:
     beam, best, stale = [start], start, 0
-    seen = {tuple(start.specs)}
     for _ in range(options.depth):
         children: list[Priced] = []
         for parent in beam:
             for move in moves(space, parent.assignment):
-                if not clock.spend():
+                if clock.stopped:
                     break
-                child = pricer.change(parent, move.after, move.touched)
-                if child is None:
-                    continue
-                key = tuple(child.specs)
-                if key not in seen:
-                    seen.add(key)
+                child = pricer.change(parent, move.after, move.touched, known)
+                if child is not None:
                     children.append(child)
+                    clock.spend()
         if not children:
             break
         children.sort(key=_score)
@@ -162,11 +156,13 @@ def _descend(pricer: Pricer, space: Space, state: Priced, clock: Clock) -> Price
     while True:
         best = state
         for move in moves(space, state.assignment, fine=True):
-            if not clock.spend():
+            if clock.stopped:
                 break
             child = pricer.change(state, move.after, move.touched)
-            if child is not None and child.score < best.score:
-                best = child
+            if child is not None:
+                clock.spend()
+                if child.score < best.score:
+                    best = child
         if best.score >= state.score * (1 - IMPROVES):
             return state
         state = best

@@ -25,7 +25,7 @@ def refine(pricer: Pricer, priced: Priced, rounds: int = ROUNDS) -> Priced:
 
     def attempt(switch: dict[int, OpForm]) -> bool:
         nonlocal seconds
-        switch = {i: form for i, form in switch.items() if form is not forms[i]}
+        switch = {i: form for i, form in switch.items() if form != forms[i]}
         if not switch:
             return False
         before = {i: forms[i] for i in switch}
@@ -39,7 +39,7 @@ def refine(pricer: Pricer, priced: Priced, rounds: int = ROUNDS) -> Priced:
             edge_ids.update(structure.edges_of_op.get(i, ()))
             sum_ids.update(structure.sums_of_op.get(i, ()))
             forms[i] = form
-        new_edges = {e: pricer.edge(e, specs, forms)[0] for e in edge_ids}
+        new_edges = {e: pricer.edge(e, specs, forms) for e in edge_ids}
         new_sums = {g: pricer.sum_group(g, forms)[0] for g in sum_ids}
         delta += sum(s - edges[e] for e, s in new_edges.items()) + sum(s - sums[g] for g, s in new_sums.items())
         if delta < -GAIN * seconds:
@@ -75,11 +75,11 @@ def _switches(pricer: Pricer, choices: dict[int, tuple[OpForm, ...]]) -> list[di
     for edge in structure.edges:
         if len(edge.consumers) < 2:
             continue
-        targets = dict.fromkeys(form.targets[k] for c, k, p in edge.consumers if not p for form in choices[c])
+        targets = dict.fromkeys(form.targets[k] for c, k in edge.consumers for form in choices[c])
         for target in targets:
             agree = {}
-            for c, k, p in edge.consumers:
-                form = None if p else _first(choices[c], lambda f, k=k, target=target: f.targets[k] == target)
+            for c, k in edge.consumers:
+                form = _first(choices[c], lambda f, k=k, target=target: f.targets[k] == target)
                 if form is not None:
                     agree[c] = form
             if len(agree) > 1:

@@ -7,6 +7,7 @@ lower a strategy that a person has in mind; the search does not start from them.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Iterable, Sequence
 
 from spmd_auto.errors import StrategyError
@@ -52,8 +53,20 @@ def resolve_mesh_axis(mesh: LogicalMesh, name: str) -> int:
     return mesh.names.index(name)
 
 
+def resolve_axes(analysis: Analysis, pattern: str) -> list[int]:
+    """The axis groups of a name, or of a glob such as `heads*` (layers that are not alike have axes of their own)."""
+    if not any(mark in pattern for mark in "*?["):
+        return [resolve_axis(analysis, pattern)]
+    found = [
+        g for g, n in analysis.names.items() if g not in analysis.stacked and fnmatch.fnmatchcase(n, pattern)
+    ]
+    return found or [resolve_axis(analysis, pattern)]
+
+
 def order(analysis: Analysis, mesh: LogicalMesh, splits: Sequence[tuple[str, str]]) -> tuple[Split, ...]:
-    return tuple((resolve_axis(analysis, axis), resolve_mesh_axis(mesh, to)) for axis, to in splits)
+    return tuple(
+        (group, resolve_mesh_axis(mesh, to)) for axis, to in splits for group in resolve_axes(analysis, axis)
+    )
 
 
 def zero(
