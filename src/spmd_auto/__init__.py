@@ -4,7 +4,7 @@ from spmd_auto import errors
 from spmd_auto.decorator import AutoSharded, auto_shard
 from spmd_auto.mesh import cluster
 from spmd_auto.mesh.simulate import simulate_devices
-from spmd_auto.plan import Plan, plan, price
+from spmd_auto.plan import Plan, estimate_devices, plan, price
 from spmd_auto.propagate.rules import register_rule
 from spmd_auto.search import SearchOptions
 from spmd_auto.verify.check import Verification, verify
@@ -17,6 +17,7 @@ __all__ = [
     "auto_shard",
     "cluster",
     "errors",
+    "estimate_devices",
     "plan",
     "price",
     "register_rule",

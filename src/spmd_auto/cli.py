@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 
 from spmd_auto.errors import SpmdAutoError
 from spmd_auto.plan.explain import WIDTH
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run_demo(DemoOptions(**options), console)
     except SpmdAutoError as error:
-        console.print(f"[red]error[/]: {error}", highlight=False)
+        console.print(f"[red]error[/]: {escape(str(error))}", highlight=False)
         return 2
     except KeyboardInterrupt:
         console.print("interrupted")

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 
 from spmd_auto import _compat
-from spmd_auto.errors import LoweringError
+from spmd_auto.errors import LoweringError, TraceError
 from spmd_auto.lower import LoweredStep
 from spmd_auto.mesh import LogicalMesh
 from spmd_auto.plan.make import MeshLike, make_plan
 from spmd_auto.plan.pins import Pins
 from spmd_auto.plan.plan import Plan
 from spmd_auto.search.beam import SearchOptions
-from spmd_auto.trace import Program, Role, trace
+from spmd_auto.trace import Leaf, Program, Role, static_arguments, trace
 
 logger = logging.getLogger("spmd_auto")
 
@@ -44,15 +44,16 @@ class AutoSharded:
         memory: float | None = None,
         search: SearchOptions | None = None,
         donate: bool = True,
-        static_argnums: Sequence[int] = (),
-        static_argnames: Sequence[str] = (),
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
         like: AutoSharded | None = None,
     ):
         functools.update_wrapper(self, fn)
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a partial or a callable object has none
         self._fn = fn
         self._mesh, self._pins, self._memory, self._search = mesh, dict(pins or {}), memory, search
         self._donate = donate
-        self._static_argnums, self._static_argnames = tuple(static_argnums), tuple(static_argnames)
+        self._static_argnums, self._static_argnames = static_arguments(fn, static_argnums, static_argnames)
         self._like = like
         self._entries: dict[Any, _Entry] = {}
         self._jax_meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
@@ -87,7 +88,14 @@ class AutoSharded:
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         key = self._signature(args, kwargs)
-        entry = self._entries.get(key)
+        try:
+            entry = self._entries.get(key)
+        except TypeError as error:
+            raise TraceError(
+                f"{self.__name__} has a static argument that can't be hashed: {error}",
+                "a step is planned once for each value of its static arguments",
+                ["a tuple instead of a list", "a frozen dataclass"],
+            ) from error
         if entry is None:
             entry = self._entries[key] = _Entry(self._make_plan(args, kwargs))
         return entry
@@ -170,7 +178,7 @@ class AutoSharded:
                     "a step gives the buffers of its old state to the new one",
                     ["use the state that the step returned", "auto_shard(donate=False)"],
                 )
-            if x.weak_type:  # a Python number on its way through jit: jit would compile a second time for it
+            if getattr(x, "weak_type", False):  # a Python number on its way through jit: jit would compile a second time for it
                 return jax.device_put(np.asarray(x, aval.dtype), sharding)
             if x.sharding.is_equivalent_to(sharding, x.ndim):
                 return x
@@ -224,18 +232,34 @@ class AutoSharded:
 
 
 def _frozen(first: Plan, program: Program) -> dict[str, Any]:
-    """Pins that make a further plan follow the first one's state: leaves of the same path tail and shape."""
-    specs = {
-        leaf.path.split("/", 1)[-1]: (leaf.shape, spec)
+    """Pins that make a further plan follow the first one's state: leaves of the same path and shape.
+
+    Paths are compared without the argument's name, and as a part of the state: `state/params/w` of the first is
+    `params/w`, or the leaf `w` of an argument that holds parameters, of the second.
+    """
+    state = [
+        (leaf, spec)
         for leaf, spec in zip(first.program.arguments, first.specs.values(), strict=True)
         if leaf.role in (Role.PARAMETER, Role.OPTIMIZER)
-    }
+    ]
+    by_tail = {_tail(leaf.path): (leaf, spec) for leaf, spec in state}
+    parts: dict[str, list[tuple[Leaf, Any]]] = {}
+    for leaf, spec in state:
+        names = leaf.path.split("/")
+        for k in range(2, len(names)) if leaf.role is Role.PARAMETER else ():
+            parts.setdefault("/".join(names[k:]), []).append((leaf, spec))
     pins = {}
     for leaf in program.arguments:
-        known = specs.get(leaf.path.split("/", 1)[-1])
-        if known is not None and known[0] == leaf.shape and leaf.shape:
+        tail = _tail(leaf.path)
+        part = parts.get(tail, []) if leaf.role is Role.PARAMETER or "/" in tail else []
+        known = by_tail.get(tail) or by_tail.get(leaf.path) or (part[0] if len(part) == 1 else None)
+        if known is not None and known[0].shape == leaf.shape and leaf.shape:
             pins[leaf.path] = known[1]
     return pins
+
+
+def _tail(path: str) -> str:
+    return path.split("/", 1)[-1]
 
 
 def _shape_dtype(x: Any) -> tuple[Any, ...]:
@@ -257,8 +281,8 @@ def auto_shard(
     memory: float | None = None,
     search: SearchOptions | None = None,
     donate: bool = True,
-    static_argnums: Sequence[int] = (),
-    static_argnames: Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     like: AutoSharded | None = None,
 ) -> Callable[[Callable[..., Any]], AutoSharded]: ...
 def auto_shard(fn: Any = None, **options: Any) -> Any:

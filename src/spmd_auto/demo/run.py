@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 import spmd_auto
 from spmd_auto.demo.model import build
 from spmd_auto.demo.text import batches, load_bytes
+from spmd_auto.errors import SpmdAutoError
 from spmd_auto.plan.explain import explain_parts
 from spmd_auto.verify.check import compare
 from spmd_auto.verify.hlo import read_compiled
@@ -36,8 +38,26 @@ class DemoOptions:
     save: str | None = None
 
 
+def _check(options: DemoOptions) -> None:
+    if options.width % options.heads:
+        able = [n for n in range(1, options.width + 1) if options.width % n == 0]
+        nearest = sorted(able, key=lambda n: abs(n - options.heads))[:2]
+        raise SpmdAutoError(
+            f"--width {options.width} --heads {options.heads}",
+            "every head takes the same share of the width",
+            [f"--heads {n}" for n in nearest],
+        )
+    if options.save and not Path(options.save).parent.is_dir():
+        raise SpmdAutoError(f"--save {options.save}", f"there is no folder {Path(options.save).parent}")
+
+
 def run_demo(options: DemoOptions, console: Console) -> int:
-    """Runs the demo; 0 if every check holds, 1 otherwise."""
+    """Runs the demo; 0 if every check holds, 1 otherwise.
+
+    Raises:
+      SpmdAutoError: options that can't be; nothing has run yet.
+    """
+    _check(options)
     spmd_auto.simulate_devices(options.devices)
     text = load_bytes(options.text)
     create_state, train_step = build(options.layers, options.width, options.heads, options.sequence)

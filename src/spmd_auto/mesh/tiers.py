@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ class Cluster:
         Raises:
           MeshError: the sizes do not multiply to the number of devices, or an axis straddles a tier unevenly.
         """
+        _check_positive(sizes)
         if math.prod(sizes.values()) != self.device_count:
             raise MeshError(
                 f"mesh {sizes} has {math.prod(sizes.values())} places for {self.device_count} devices",
@@ -102,6 +104,12 @@ def _strides(sizes: list[int]) -> list[tuple[int, int]]:
     return out[::-1]
 
 
+def _check_positive(sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise MeshError(f"{name}={size!r}", "a number of devices is a whole number above zero", [f"{name}=1"])
+
+
 def cluster(chip: str, *, hosts: int = 1, per_host: int | None = None, topology: str | None = None) -> Cluster:
     """A cluster that need not exist: `cluster("h100", hosts=64)`, `cluster("v5p", topology="8x8x8")`.
 
@@ -109,17 +117,27 @@ def cluster(chip: str, *, hosts: int = 1, per_host: int | None = None, topology:
       MeshError: unknown chip, or a topology that the chip cannot have.
     """
     profile = load_profile(chip)
+    _check_positive({"hosts": hosts} | ({} if per_host is None else {"per_host": per_host}))
     if profile.torus:
+        example = "x".join(["4"] * profile.torus)
         if topology is None:
             raise MeshError(
-                f"{chip} chips form a torus: its shape is needed", "", [f'cluster("{chip}", topology="4x4")']
+                f"{chip} chips form a torus: its shape is needed",
+                f"their links join neighbours in {profile.torus} dimensions",
+                [f'cluster("{chip}", topology="{example}")'],
             )
-        sizes = [int(n) for n in re.findall(r"\d+", topology)]
+        if hosts != 1 or per_host is not None:
+            raise MeshError(
+                f'cluster("{chip}", topology="{topology}") takes neither hosts nor per_host',
+                "the shape of a torus says how many chips there are",
+                [f'cluster("{chip}", topology="{topology}")'],
+            )
+        sizes = [int(n) for n in topology.split("x")] if re.fullmatch(r"\d+(x\d+)*", topology) else []
         if len(sizes) != profile.torus or min(sizes) < 1:
             raise MeshError(
-                f"topology {topology!r} for {chip}", f"{chip} is a torus of {profile.torus} dimensions", [
-                    'x'.join(['4'] * profile.torus)
-                ]
+                f"topology {topology!r} for {chip}",
+                f"{chip} is a torus of {profile.torus} dimensions",
+                [f'topology="{example}"'],
             )
         tiers = []
         for name, size in zip("xyz", sizes, strict=False):
@@ -130,9 +148,9 @@ def cluster(chip: str, *, hosts: int = 1, per_host: int | None = None, topology:
     if topology is not None:
         raise MeshError(f"{chip} has no topology argument", "its links are switched", [f'cluster("{chip}", hosts=2)'])
     inner = Tier("gpu" if profile.chip.platform == "gpu" else "device", per_host or profile.per_host, profile.inside)
-    if hosts == 1 or profile.between is None:
+    if hosts == 1:
         return Cluster(profile.chip, (inner,))
-    return Cluster(profile.chip, (Tier("host", hosts, profile.between), inner))
+    return Cluster(profile.chip, (Tier("host", hosts, profile.between or profile.inside), inner))
 
 
 _KINDS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}

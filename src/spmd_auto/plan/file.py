@@ -109,13 +109,26 @@ def load_plan(path: str, step: Any, *args: Any, **kwargs: Any) -> Plan:
             f"{path} has version {data.get('version')}", f"this package reads version {VERSION}", ["plan again"]
         )
     program = step if isinstance(step, Program) else trace(step, *args, **kwargs)
-    _check_program(path, data, program)
     try:
-        return _apply(data, program)
-    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        _check_program(path, data, program)
+        plan = _apply(data, program)
+        _check_outcome(path, data, plan)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
         raise PlanFileError(
             f"{path} is damaged: {type(error).__name__}: {error}", "a field is missing or has another form", ["plan again"]
         ) from error
+    return plan
+
+
+def _check_outcome(path: str, data: dict[str, Any], plan: Plan) -> None:
+    """A plan that says one thing and does another: edited by hand, or made by another version of the rules."""
+    for entry, leaf, spec in zip(data["leaves"], plan.program.arguments, plan.placements.arguments, strict=True):
+        if entry["spec"] != _spec_to_json(plan.mesh, spec):
+            raise PlanFileError(
+                f"{path} is damaged: its strategy gives leaf {leaf.path!r} the spec {plan.mesh.partition_spec(spec)}",
+                f"the file says {entry['spec']}: it was edited, or another version of spmd_auto made it",
+                ["plan again"],
+            )
 
 
 def _check_program(path: str, data: dict[str, Any], program: Program) -> None:

@@ -50,6 +50,8 @@ def candidate_meshes(mesh: MeshLike) -> list[LogicalMesh]:
 def budget_for(mesh: LogicalMesh, memory: float | None) -> float:
     """Bytes of one device that a plan may need. Simulated CPU devices share the host's memory: no limit."""
     if memory is not None:
+        if not memory > 0:
+            raise MemoryBudgetError(f"memory={memory!r}", "a device has some bytes of memory", ["memory=16e9: 16 GB"])
         return float(memory)
     return float("inf") if mesh.chip.platform == "cpu" else USABLE * mesh.chip.memory
 
@@ -92,7 +94,7 @@ def make_plan(
         pinned = resolve_pins(program, candidate, pins or {})
         if analysis is None:
             analysis = analyse_for(program, candidate, pinned)
-            structure, memory_table = build_structure(analysis), MemoryTable(analysis)
+            structure, memory_table = build_structure(analysis, candidate.chip.platform), MemoryTable(analysis)
         pricer = Pricer(
             analysis, candidate, budget_for(candidate, memory), list(pinned.values()), structure, memory_table
         )

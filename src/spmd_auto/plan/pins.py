@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_auto.errors import MeshError, PinError
@@ -18,7 +18,8 @@ Pins = Mapping[str, Any]  # tree-path glob -> PartitionSpec
 def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> dict[int, Spec]:
     """Argument index -> spec.
 
-    Globs match whole paths (`state/params/*/kernel`) or their ends (`Dense_0/kernel`); later pins win.
+    Globs match whole paths (`state/params/*/kernel`) or their ends (`Dense_0/kernel`); later pins win. A whole path
+    means that leaf alone, whatever characters are in it.
 
     Raises:
       PinError: no leaf matches, unknown mesh axis, or a dimension that the axes don't divide.
@@ -26,7 +27,7 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> dict[int, S
     found: dict[int, Spec] = {}
     paths = [leaf.path for leaf in program.arguments]
     for glob, wanted in pins.items():
-        hits = [i for i, p in enumerate(paths) if fnmatch.fnmatchcase(p, glob) or fnmatch.fnmatchcase(p, f"*/{glob}")]
+        hits = _matches(paths, glob)
         if not hits:
             near = difflib.get_close_matches(glob, paths, n=3, cutoff=0.3) or paths[:3]
             raise PinError(
@@ -43,6 +44,16 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> dict[int, S
             _check_divides(mesh, leaf.path, leaf.shape, spec, glob)
             found[i] = spec
     return found
+
+
+def _matches(paths: Sequence[str], glob: str) -> list[int]:
+    if glob in paths:
+        return [paths.index(glob)]
+    return [
+        i
+        for i, path in enumerate(paths)
+        if path.endswith(f"/{glob}") or fnmatch.fnmatchcase(path, glob) or fnmatch.fnmatchcase(path, f"*/{glob}")
+    ]
 
 
 def _check_divides(mesh: LogicalMesh, path: str, shape: tuple[int, ...], spec: Spec, glob: str) -> None:

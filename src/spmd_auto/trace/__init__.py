@@ -1,5 +1,5 @@
 """Tracing: a user's step becomes a `Program`."""
 
-from spmd_auto.trace.program import Leaf, Program, Role, abstract, trace
+from spmd_auto.trace.program import Leaf, Program, Role, abstract, static_arguments, trace
 
-__all__ = ["Leaf", "Program", "Role", "abstract", "trace"]
+__all__ = ["Leaf", "Program", "Role", "abstract", "static_arguments", "trace"]

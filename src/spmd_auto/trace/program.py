@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import hashlib
 import inspect
@@ -15,7 +16,7 @@ import numpy as np
 
 from spmd_auto import _compat
 from spmd_auto.errors import TraceError
-from spmd_auto.trace.reach import reaches
+from spmd_auto.trace.reach import is_cotangent, reaches
 
 
 class Role(enum.Enum):
@@ -121,12 +122,56 @@ def _flat_paths(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str])
     return out
 
 
+def static_arguments(
+    fn: Callable[..., Any], argnums: int | Sequence[int] = (), argnames: str | Sequence[str] = ()
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Static arguments by position and by name, as `jax.jit` reads them: one number or name alone, negative numbers,
+    and an argument named by the one and passed as the other.
+
+    Raises:
+      TraceError: a name or position that the function does not have.
+    """
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    names = [argnames] if isinstance(argnames, str) else list(argnames)
+    if not numbers and not names:
+        return (), ()
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return tuple(numbers), tuple(names)
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    kinds = {p.kind for p in parameters}
+    title = getattr(fn, "__name__", type(fn).__name__)
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        for number in numbers:
+            if not -len(positional) <= number < len(positional):
+                raise TraceError(
+                    f"static_argnums has {number}, but {title} has {len(positional)} positional arguments",
+                    "",
+                    [f"one of {', '.join(map(str, range(len(positional))))}"],
+                )
+        numbers = [n % len(positional) for n in numbers]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in names:
+            if name not in by_name:
+                near = difflib.get_close_matches(name, by_name, n=2, cutoff=0.3)
+                raise TraceError(
+                    f"static_argnames has {name!r}, but {title} has no such argument",
+                    f"its arguments are {', '.join(by_name)}",
+                    [f"did you mean {other!r}?" for other in near],
+                )
+    more_names = [positional[n] for n in numbers if n < len(positional) and positional[n] in by_name]
+    more_numbers = [positional.index(name) for name in names if name in positional]
+    return tuple(dict.fromkeys(numbers + more_numbers)), tuple(dict.fromkeys(names + more_names))
+
+
 def _match_state(
     in_paths: list[str], in_avals: list[Any], out_paths: list[str], out_avals: list[Any], arguments: list[str]
 ) -> list[int | None]:
     """Which argument each result replaces: a result subtree with the paths, shapes and dtypes of a whole argument.
 
-    Tried for the result itself and for each of its top-level elements, in order, each argument at most once.
+    Tried for the result itself, its elements and theirs, in order, each argument at most once.
     A bare array is never taken for state: a function of x often returns something of x's shape, and a
     replaced argument is donated.
     """
@@ -138,10 +183,12 @@ def _match_state(
     def signature(paths: list[str], avals: list[Any], prefix: str) -> list[tuple[str, Any, Any]]:
         return [(p[len(prefix) :].lstrip("/"), a.shape, a.dtype) for p, a in zip(paths, avals, strict=True)]
 
-    heads: dict[str, list[int]] = {}
-    for o, path in enumerate(out_paths):
-        heads.setdefault(path.split("/")[0] if path else "", []).append(o)
-    candidates: list[tuple[str, list[int]]] = [("", list(range(len(out_paths))))] + list(heads.items())
+    candidates: list[tuple[str, list[int]]] = []
+    for depth in (0, 1, 2):
+        heads: dict[str, list[int]] = {}
+        for o, path in enumerate(out_paths):
+            heads.setdefault("/".join(path.split("/")[:depth]), []).append(o)
+        candidates += heads.items()
     free = [name for name in arguments if name in groups]
     for prefix, outs in candidates:
         if any(replaces[o] is not None for o in outs):
@@ -161,9 +208,23 @@ def _match_state(
     return replaces
 
 
-def _roles(jaxpr: Any, paths: list[str], avals: list[Any], replaces: list[int | None]) -> list[Role]:
-    state = {i for i in replaces if i is not None}
-    aux = [o for o, i in enumerate(replaces) if i is None]
+def _without_gradients(jaxpr: Any, matched: list[int | None], paths: list[str]) -> list[int | None]:
+    """`matched` without arguments all of whose results come straight out of differentiation.
+
+    The gradient of a tree of parameters looks like the new parameters; but the caller still needs the old ones.
+    """
+    arguments: dict[str, list[int]] = {}
+    for o, i in enumerate(matched):
+        if i is not None:
+            arguments.setdefault(paths[i].split("/")[0], []).append(o)
+    gradients = {o for outs in arguments.values() if all(is_cotangent(jaxpr, o) for o in outs) for o in outs}
+    return [None if o in gradients else i for o, i in enumerate(matched)]
+
+
+def _roles(jaxpr: Any, paths: list[str], avals: list[Any], matched: list[int | None]) -> list[Role]:
+    """`matched`: for each result the argument that it looks like (a new state, or a gradient)."""
+    state = {i for i in matched if i is not None}
+    aux = [o for o, i in enumerate(matched) if i is None]
     influences = reaches(jaxpr, aux) if state and aux else None
     roles = []
     for i, (path, aval) in enumerate(zip(paths, avals, strict=True)):
@@ -186,8 +247,8 @@ def _roles(jaxpr: Any, paths: list[str], avals: list[Any], replaces: list[int | 
 def trace(
     fn: Callable[..., Any],
     *args: Any,
-    static_argnums: Sequence[int] = (),
-    static_argnames: Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Program:
     """Traces `fn` on arrays or `ShapeDtypeStruct`s; nothing is computed.
@@ -196,6 +257,7 @@ def trace(
       TraceError: `fn` fails under tracing (the original error is its cause).
     """
     name = getattr(fn, "__name__", type(fn).__name__)
+    static_argnums, static_argnames = static_arguments(fn, static_argnums, static_argnames)
     static = set(static_argnums)
     dynamic_args = tuple(a for i, a in enumerate(args) if i not in static)
     dynamic_kwargs = {k: v for k, v in kwargs.items() if k not in static_argnames}
@@ -213,10 +275,11 @@ def trace(
     a_args, a_kwargs = jax.tree_util.tree_unflatten(in_tree, abstract_flat)
     full_args = list(a_args)
     for i in sorted(static):
-        full_args.insert(i, args[i])
+        if i < len(args):
+            full_args.insert(i, args[i])
     static_kwargs = {k: v for k, v in kwargs.items() if k in static_argnames}
     try:
-        traced = jax.jit(fn, static_argnums=tuple(static_argnums), static_argnames=tuple(static_argnames)).trace(
+        traced = jax.jit(fn, static_argnums=static_argnums, static_argnames=static_argnames).trace(
             *full_args, **a_kwargs, **static_kwargs
         )
     except Exception as error:
@@ -233,8 +296,9 @@ def trace(
     jaxpr = traced.jaxpr
     in_avals = [v.aval for v in _compat.open_jaxpr(jaxpr).invars]
     out_avals = [v.aval for v in _compat.open_jaxpr(jaxpr).outvars]
-    replaces = _match_state(paths, in_avals, out_paths, out_avals, names + list(dynamic_kwargs))
-    roles = _roles(jaxpr, paths, in_avals, replaces)
+    matched = _match_state(paths, in_avals, out_paths, out_avals, names + list(dynamic_kwargs))
+    replaces = _without_gradients(jaxpr, matched, paths)
+    roles = _roles(jaxpr, paths, in_avals, matched)
 
     def leaf(path: str, aval: Any, role: Role | None) -> Leaf:
         return Leaf(path, tuple(aval.shape), aval.dtype, _compat.itemsize(aval), role)

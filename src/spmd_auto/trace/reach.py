@@ -1,4 +1,4 @@
-"""Which arguments of a jaxpr a set of its results depends on."""
+"""What a jaxpr's results come from: which arguments they depend on, and whether differentiation made them."""
 
 from __future__ import annotations
 
@@ -40,3 +40,17 @@ def _used(eqn: Any, live: list[int]) -> list[bool]:
                 return [u or (consts <= i < consts + carries and i - consts in outs) for i, u in enumerate(used)]
             outs = more
     return [True] * len(eqn.invars)
+
+
+def is_cotangent(jaxpr: Any, output: int) -> bool:
+    """Whether the equation that makes a result was made by reverse-mode differentiation."""
+    inner = _compat.open_jaxpr(jaxpr)
+    var = inner.outvars[output]
+    for eqn in reversed(inner.eqns):
+        if var in eqn.outvars:
+            if _compat.is_transposed(eqn):
+                return True
+            if eqn.primitive.name in ("jit", "closed_call", "remat2"):
+                return is_cotangent(_compat.call_jaxpr(eqn), eqn.outvars.index(var))
+            return False
+    return False

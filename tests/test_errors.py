@@ -1,0 +1,329 @@
+"""Wrong input: each kind has its own error class, and says what, why and the nearest fixes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+import spmd_auto
+from spmd_auto import errors
+from spmd_auto.errors import (
+    BatchError,
+    LoweringError,
+    MemoryBudgetError,
+    MeshError,
+    PinError,
+    SpmdAutoError,
+    StrategyError,
+    TraceError,
+)
+from spmd_auto.search import SearchOptions
+from tests.known_answers.toy import toy_mesh
+from tests.models import gpt
+
+FAST = SearchOptions(states=60)
+
+
+@contextlib.contextmanager
+def refused(cls, what=(), why=(), fixes=()):
+    """The block raises exactly `cls`, each part naming all the given words."""
+    with pytest.raises(cls) as caught:
+        yield
+    error = caught.value
+    assert type(error) is cls
+    for part, words in ((error.what, what), (error.why, why), ("\n".join(error.fixes), fixes)):
+        for word in [words] if isinstance(words, str) else words:
+            assert word in part, f"{word!r} is not in {part!r} of:\n{error}"
+    assert error.what in str(error)
+    assert error.why in str(error)
+    assert all(f"fix: {fix}" in str(error) for fix in error.fixes)
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def step(state, batch):
+    def loss(params):
+        return jnp.mean((batch["x"] @ params["up"]["kernel"] @ params["down"]["kernel"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
+
+
+def state(width=16, hidden=24):
+    return {"params": {"up": {"kernel": struct(width, hidden)}, "down": {"kernel": struct(hidden, width)}}}
+
+
+def batch(size=8, width=16):
+    return {"x": struct(size, width)}
+
+
+def planned(mesh=None, pins=None, **options):
+    options.setdefault("search", FAST)
+    return spmd_auto.plan(step, state(), batch(), mesh=mesh or toy_mesh(2, 4), pins=pins, **options)
+
+
+def test_every_error_has_the_family_and_the_form():
+    found = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
+    assert len(found) > 10
+    for cls in found:
+        assert issubclass(cls, SpmdAutoError)
+        assert inspect.getdoc(cls)
+        error = cls("what", "why", ["one", "two"])
+        assert str(error) == "what\n  why: why\n  fix: one\n  fix: two"
+    assert str(SpmdAutoError("only what")) == "only what"
+
+
+# ---- pins --------------------------------------------------------------------------------------
+
+
+def test_pin_that_does_not_divide_names_leaf_dimension_and_nearest_fixes():
+    with refused(
+        PinError,
+        what=("up/kernel", "dimension 1", "state/params/up/kernel", "(16, 24)", "in 16"),
+        why=("24 is not divisible by", "a=2", "b=8"),
+        fixes=("'a' divides dimension 1", "'b' divides dimension 1", "dimension 0 (size 16) is divisible by 16", "to 32"),
+    ):
+        planned(toy_mesh(2, 8), {"up/kernel": P(None, ("a", "b"))})
+
+
+@pytest.mark.parametrize("shape", [(17, 16), (16, 17)])
+def test_seventeen_over_eight_is_never_silently_replicated(shape):
+    """jax#26946."""
+    dim = shape.index(17)
+    spec = P("a") if dim == 0 else P(None, "a")
+    with refused(PinError, what=("x", f"dimension {dim}", "can't be split in 8"), fixes="pad dimension"):
+        spmd_auto.plan(lambda x: x * 2, struct(*shape), mesh=toy_mesh(8), pins={"x": spec})
+
+
+def test_pin_of_an_unknown_mesh_axis():
+    with refused(
+        PinError, what=("up/kernel", "'model'", "state/params/up/kernel"), why=("'a'", "'b'"), fixes="('a', 'b')"
+    ):
+        planned(pins={"up/kernel": P("model")})
+
+
+def test_pin_of_one_axis_twice():
+    with refused(PinError, what=("up/kernel", "'a' twice")):
+        planned(pins={"up/kernel": P("a", "a")})
+
+
+def test_pin_with_more_entries_than_dimensions():
+    with refused(PinError, what=("up/kernel", "3 entries", "rank 2")):
+        planned(pins={"up/kernel": P(None, None, "a")})
+
+
+def test_pin_of_no_leaf_offers_the_nearest_path():
+    with refused(
+        PinError,
+        what=("state/params/up/kernl", "no argument leaf of step"),
+        why="3 leaves",
+        fixes="did you mean 'state/params/up/kernel'?",
+    ):
+        planned(pins={"state/params/up/kernl": P("a")})
+
+
+# ---- strategies ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    _, train, train_state, data = gpt.make(width=32, sequence=16, vocab=64)
+    return train, train_state, data
+
+
+def priced(transformer, assignment, mesh=None, **options):
+    return spmd_auto.price(*transformer, mesh=mesh or toy_mesh(2, 4), assignment=assignment, **options)
+
+
+def test_logical_axis_that_does_not_exist_offers_the_nearest(transformer):
+    with refused(
+        StrategyError, what=("'head'", "step"), why=("batch", "heads", "vocab"), fixes="did you mean 'heads'?"
+    ):
+        priced(transformer, {"head": "b"})
+
+
+def test_mesh_axis_that_does_not_exist_offers_the_nearest(transformer):
+    with refused(StrategyError, what="'aa'", why="a=2, b=4", fixes="use 'a'"):
+        priced(transformer, {"batch": "aa"})
+
+
+def test_stacking_axis_of_a_scan_is_never_split(transformer):
+    with refused(StrategyError, what="'layers'", why="stacking dimension of a scan is never split"):
+        priced(transformer, {"layers": "a"})
+
+
+def test_zero_over_an_unknown_mesh_axis(transformer):
+    with refused(StrategyError, what="'data'", fixes="use 'a'"):
+        priced(transformer, {"batch": "a"}, zero=3, zero_axes=("data",))
+
+
+def test_batch_smaller_than_the_mesh_axis_it_is_given_to():
+    """alpa#543: data parallel must not "succeed" at batch 1."""
+    mesh = toy_mesh(4)
+    for size, why in ((1, "no logical axis"), (2, "smaller than the mesh axis"), (6, "6 is not divisible by 4")):
+        if size == 1:  # a dimension of size 1 is no axis at all
+            with refused(StrategyError, what="'batch'"):
+                spmd_auto.price(step, state(), batch(1), mesh=mesh, assignment={"batch": "a"})
+            continue
+        with refused(BatchError, what=("'batch'", f"of size {size}", "'a'", "4 devices"), why=why, fixes="leave the axis whole"):
+            spmd_auto.price(step, state(), batch(size), mesh=mesh, assignment={"batch": "a"})
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def test_memory_that_can_not_suffice_says_by_how_much_and_what_came_nearest():
+    with pytest.raises(MemoryBudgetError) as caught:
+        planned(memory=300.0)
+    error = caught.value
+    assert "no plan of step fits 3e-07 GB per device" in error.what
+    for part in ("the nearest needs", "parameters", "optimizer state", "temporaries", "are missing", "the whole state is"):
+        assert part in error.why
+    words = error.why.split()
+    needs, missing = float(words[3]), float(words[words.index("missing") - 3])
+    assert needs - missing == pytest.approx(3e-7, rel=0.05)
+    assert any("devices of this size" in fix for fix in error.fixes)
+    # the plan that it names is real: with that much memory it is found
+    wanted = float(next(fix for fix in error.fixes if fix.startswith("memory=")).split("=")[1].split()[0])
+    assert planned(memory=wanted * 1.01).memory <= wanted * 1.01
+
+
+@pytest.mark.parametrize("memory", [0, -1.0, float("nan")])
+def test_memory_must_be_positive(memory):
+    with refused(MemoryBudgetError, what="memory=", fixes="memory=16e9"):
+        planned(memory=memory)
+
+
+# ---- meshes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["8", (2, 4), 8, ["a", "b"]])
+def test_mesh_of_a_wrong_type(mesh):
+    with refused(MeshError, what=f"mesh is a {type(mesh).__name__}", why="jax Mesh", fixes=("cluster(", "make_mesh")):
+        spmd_auto.plan(step, state(), batch(), mesh=mesh)
+
+
+def test_more_devices_than_present():
+    plan = planned(spmd_auto.cluster("h100", hosts=2))
+    with refused(MeshError, what=("16 devices", "8 are there"), fixes=("plan again for 8", "simulate_devices(16)")):
+        plan.lower_step()
+
+
+def test_devices_of_several_kinds():
+    class Device:
+        def __init__(self, kind):
+            self.device_kind = kind
+
+    with refused(MeshError, what=("several kinds", "A100", "H100")):
+        toy_mesh(2).build([Device("A100"), Device("H100")])
+
+
+def test_simulate_devices_too_late_says_how_many_there_are(devices):
+    with refused(MeshError, what=("simulate_devices(9)", "too late", "8 CPU"), fixes="JAX_NUM_CPU_DEVICES=9"):
+        spmd_auto.simulate_devices(9)
+    with refused(MeshError, what="simulate_devices(0)"):
+        spmd_auto.simulate_devices(0)
+    spmd_auto.simulate_devices(8)
+
+
+# ---- tracing ------------------------------------------------------------------------------------
+
+
+def test_step_that_can_not_be_traced_keeps_the_original_error_as_its_cause():
+    def bad(params, x):
+        if x.sum() > 0:
+            return params
+        return {"w": params["w"] * 2}
+
+    with refused(TraceError, what=("bad cannot be traced", "TracerBoolConversionError"), fixes="jax.make_jaxpr"):
+        spmd_auto.plan(bad, {"w": struct(8, 8)}, struct(8), mesh=toy_mesh(4))
+    with pytest.raises(TraceError) as caught:
+        spmd_auto.plan(bad, {"w": struct(8, 8)}, struct(8), mesh=toy_mesh(4))
+    assert isinstance(caught.value.__cause__, jax.errors.TracerBoolConversionError)
+
+
+@pytest.mark.parametrize(("leaf", "kind"), [("adam", "str"), (object(), "object"), (print, "builtin_function_or_method")])
+def test_argument_leaf_that_is_no_array(leaf, kind):
+    with refused(TraceError, what=("'batch/mode'", kind), why="only arrays", fixes="static_argnames"):
+        spmd_auto.plan(lambda batch: batch["x"], {"x": struct(8), "mode": leaf}, mesh=toy_mesh(4))
+
+
+def test_wrong_number_of_arguments_is_a_trace_error():
+    with refused(TraceError, what=("step cannot be traced", "TypeError", "batch")):
+        spmd_auto.plan(step, state(), mesh=toy_mesh(4))
+
+
+def test_static_arguments_that_do_not_exist():
+    def f(x, mode):
+        return x
+
+    with refused(TraceError, what=("'mod'", "f has no such argument"), fixes="did you mean 'mode'?"):
+        spmd_auto.auto_shard(f, static_argnames="mod")
+    with refused(TraceError, what=("static_argnums has 2", "2 positional arguments"), fixes="0, 1"):
+        spmd_auto.auto_shard(f, static_argnums=2)
+
+
+def test_static_argument_that_can_not_be_hashed():
+    decorated = spmd_auto.auto_shard(lambda x, sizes: x, static_argnames="sizes")
+    with refused(TraceError, what=("can't be hashed", "list"), fixes="tuple"):
+        decorated.plan(struct(8), sizes=[1, 2])
+
+
+# ---- plans and the decorator ----------------------------------------------------------------------
+
+
+def test_explain_of_an_unknown_leaf_offers_the_nearest():
+    with refused(StrategyError, what="'params/up/kernal'", fixes="did you mean 'state/params/up/kernel'?"):
+        planned().explain("params/up/kernal")
+
+
+def test_explain_before_any_plan():
+    with refused(LoweringError, what="step has no plan yet", fixes="pass the arguments"):
+        spmd_auto.auto_shard(step).explain()
+
+
+def test_init_without_plan_or_batch():
+    decorated = spmd_auto.auto_shard(step, search=FAST)
+    with refused(LoweringError, what="step.init has no plan", why="depends on the batch", fixes=("batch=", ".plan(state, batch)")):
+        decorated.init(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape), state()))
+
+
+def test_init_of_another_state_than_planned():
+    decorated = spmd_auto.auto_shard(step, search=FAST)
+    decorated.plan(state(), batch())
+    with refused(LoweringError, what=("state/params/down/kernel", "(32, 16)"), fixes="the state that the step was planned for"):
+        decorated.init(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape), state(hidden=32)))
+
+
+def test_donated_state_used_again():
+    decorated = spmd_auto.auto_shard(step, search=FAST)
+    old = jax.tree.map(lambda s: jnp.ones(s.shape), state())
+    data = {"x": np.ones((8, 16), np.float32)}
+    decorated(old, data)  # the first call moves the state to where it is planned
+    new, _ = decorated(jax.tree.map(lambda s: jnp.ones(s.shape), state()), data)
+    decorated(new, data)
+    with refused(
+        LoweringError,
+        what=("state/params/down/kernel", "donated"),
+        fixes=("use the state that the step returned", "auto_shard(donate=False)"),
+    ):
+        decorated(new, data)
+
+
+def test_user_constraint_on_another_mesh_than_the_plan(devices):
+    mesh = jax.sharding.Mesh(np.array(devices), ("other",))
+
+    def constrained(x):
+        return jax.lax.with_sharding_constraint(x * 2, jax.NamedSharding(mesh, P("other")))
+
+    plan = spmd_auto.plan(constrained, struct(8, 8), mesh=toy_mesh(8), search=FAST)
+    with refused(LoweringError, what=("test_errors.py", "['other']"), why="('a',)", fixes="auto_shard(mesh=mesh)"):
+        plan.lower_step().lower()
