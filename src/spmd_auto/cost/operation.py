@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd_auto.cost.compute import compute_seconds
@@ -17,7 +17,7 @@ from spmd_auto.cost.reshard import ReshardTable
 from spmd_auto.mesh.collectives import ALL_REDUCE, REDUCE_SCATTER, Transfer, collective
 from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.assignment import axis_places, make_spec
-from spmd_auto.propagate.factors import Factor, Kind
+from spmd_auto.propagate.factors import Kind, Rule
 from spmd_auto.propagate.graph import Op
 
 # Operations that lowering can write out as a manual `shard_map` with staged reductions.
@@ -97,13 +97,16 @@ class OperationTable:
             self._memo[key] = found
         return found
 
+    def _rate(self, op: Op) -> float:
+        return self.mesh.chip.flops_for(max(v.itemsize for v in op.operands[:2]))
+
     def _choices(self, op: Op, around: Around) -> Iterable[tuple[int | None, ...]]:
         return itertools.product(*[self._candidates(op, axis, around) for axis in range(len(self.mesh.sizes))])
 
     @staticmethod
     def _candidates(op: Op, axis: int, around: Around) -> list[int | None]:
         operands, results = around.operands, around.results
-        found: list[int | None] = [None]
+        found: list[int | None] = []
         for index, factor in enumerate(op.rule):
             if not factor.splittable:
                 continue
@@ -111,98 +114,108 @@ class OperationTable:
                 axis in results[k][d] for k, d in factor.results
             ):
                 found.append(index)
+        found.append(None)  # last: doing the work on all devices of an axis is seldom the cheapest
         return found
 
-    def _arrange(
-        self, rule: Sequence[Factor], choice: tuple[int | None, ...], operands: tuple[Spec, ...], results: tuple[Spec, ...]
-    ) -> list[tuple[int, int]] | None:
+    def _arrange(self, rule: Rule, choice: tuple[int | None, ...], around: Around) -> list[tuple[int, int]] | None:
         """(mesh axis, factor) in the order of majors that the stored specs suggest; None if one doesn't divide."""
+        sizes = self.mesh.sizes
         arranged: list[tuple[int, int]] = []
-        for index in dict.fromkeys(f for f in choice if f is not None):
+        for index in dict.fromkeys(choice):
+            if index is None:
+                continue
             factor = rule[index]
-            stored = [operands[k][d] for k, d in factor.operands] + [results[k][d] for k, d in factor.results]
+            axes = [axis for axis, f in enumerate(choice) if f == index]
             pieces = 1
-            seen: set[int] = set()
-            for axes in sorted(stored, key=lambda axes: -len(axes)):
-                for axis in axes:
-                    if axis in seen or choice[axis] != index:
-                        continue
-                    seen.add(axis)
-                    pieces *= self.mesh.sizes[axis]
-                    arranged.append((axis, index))
+            for axis in axes:
+                pieces *= sizes[axis]
             if factor.size % pieces:
                 return None
+            if len(axes) > 1:
+                stored = [around.operands[k][d] for k, d in factor.operands]
+                stored += [around.results[k][d] for k, d in factor.results]
+                order = [axis for kept in sorted(stored, key=len, reverse=True) for axis in kept]
+                axes.sort(key=order.index)
+            arranged += [(axis, index) for axis in axes]
         return arranged
 
     def _price(
         self, op: Op, choice: tuple[int | None, ...], around: Around, limit: float = math.inf
     ) -> OpForm | None:
-        """None if a factor is not divisible, or the operands' reshards alone cost more than `limit`."""
-        operands, results, shared_sum = around.operands, around.results, around.shared_sum
-        mesh = self.mesh
-        arranged = self._arrange(op.rule, choice, operands, results)
+        """None if a factor is not divisible, or the compute or the operands' reshards alone cost more than `limit`."""
+        arranged = self._arrange(op.rule, choice, around)
         if arranged is None:
             return None
-        at_operand: list[dict[int, int]] = [{} for _ in op.operands]
-        at_result: list[dict[int, int]] = [{} for _ in op.results]
+        at_operand: list[list[tuple[int, ...]]] = [[()] * len(v.shape) for v in op.operands]
+        at_result: list[list[tuple[int, ...]]] = [[()] * len(v.shape) for v in op.results]
         partial: list[int] = []
         pieces = 1
         for axis, index in arranged:
             factor = op.rule[index]
             for k, d in factor.operands:
-                at_operand[k][axis] = d
+                at_operand[k][d] += (axis,)
             for k, d in factor.results:
-                at_result[k][axis] = d
+                at_result[k][d] += (axis,)
             if factor.kind is Kind.REDUCE:
                 partial.append(axis)
-            pieces *= mesh.sizes[axis]
-        targets, incoming, transient = [], 0.0, 0.0
+            pieces *= self.mesh.sizes[axis]
+        if op.flops and op.flops > limit * pieces * self._rate(op):
+            return None
+        targets = [tuple(spec) for spec in at_operand]
+        raws = [tuple(spec) for spec in at_result]
+        incoming = transient = 0.0
         for k, value in enumerate(op.operands):
-            target = make_spec(len(value.shape), at_operand[k])
-            targets.append(target)
-            if value.placed and operands[k] != target:
-                incoming += (
-                    self.reshards.price(value.bytes, operands[k], target, around.latency[1][k]).seconds
-                    / around.shared_operands[k]
-                )
+            if value.placed and around.operands[k] != targets[k]:
+                price = self.reshards.price(value.bytes, around.operands[k], targets[k], around.latency[1][k])
+                incoming += price.seconds / around.shared_operands[k]
                 if incoming > limit:
                     return None
-                transient += value.bytes * self.reshards.fractions[target]
-        raws, reductions, reshards = [], [], []
-        for k, value in enumerate(op.results):
-            raw = make_spec(len(value.shape), at_result[k])
-            raws.append(raw)
-            if raw != results[k]:
-                transient += value.bytes * self.reshards.fractions[raw]
-            combined, spec = self._combine(op, value.bytes, raw, results[k], partial, shared_sum, around.latency[0])
+                transient += value.bytes * self.reshards.fractions[targets[k]]
+        reductions: list[Transfer] = []
+        reshards: list[Transfer] = []
+        for value, raw, stored in zip(op.results, raws, around.results, strict=True):
+            if raw == stored and not partial:
+                continue
+            combined, spec = self._combine(op, value.bytes, raw, stored, partial, around)
             reductions += combined
-            reshards += self.reshards.price(value.bytes, spec, results[k], around.latency[0]).transfers
+            reshards += self.reshards.price(value.bytes, spec, stored, around.latency[0]).transfers
+            if raw != stored:
+                transient += value.bytes * self.reshards.fractions[raw]
         seconds, flops = compute_seconds(self.reshards.fractions, op, targets, raws, pieces)
-        reducing = sum(t.seconds for t in reductions)
-        after = seconds + sum(t.seconds for t in reshards)
-        if shared_sum == 1:
+        reducing = sum([t.seconds for t in reductions])
+        after = seconds + sum([t.seconds for t in reshards])
+        if around.shared_sum == 1:
             after += reducing
             total = incoming + after
         else:
-            total = incoming + after + reducing / shared_sum
+            total = incoming + after + reducing / around.shared_sum
         return OpForm(
-            choice, tuple(targets), tuple(raws), tuple(reductions), tuple(reshards), seconds, flops, after, total, transient
+            choice,
+            tuple(targets),
+            tuple(raws),
+            tuple(reductions),
+            tuple(reshards),
+            seconds,
+            flops,
+            after,
+            total,
+            transient,
         )
 
     def _combine(
-        self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: list[int], shared_sum: int, latency: float
+        self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: list[int], around: Around
     ) -> tuple[list[Transfer], Spec]:
         """Collectives that turn a partial sum of spec `raw` into a whole value, scattered where `wanted` is split."""
         if not partial:
             return [], raw
-        mesh = self.mesh
+        mesh, latency = self.mesh, around.latency[0]
         size = total_bytes * self.reshards.fractions[raw]
         place = axis_places(wanted)
         current = axis_places(raw)
         order = [a for axes in wanted for a in axes]
         scattered = sorted((a for a in partial if a in place and a not in current), key=order.index)
         made: list[Transfer] = []
-        if shared_sum > 1 or op.name not in STAGEABLE:
+        if around.shared_sum > 1 or op.name not in STAGEABLE:
             # said by a constraint: one joint scatter over one dimension, its axes in the order of the mesh;
             # XLA makes a full all-reduce and slices otherwise
             if len({place[a] for a in scattered}) > 1 or scattered != sorted(scattered):

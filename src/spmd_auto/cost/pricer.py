@@ -66,7 +66,7 @@ class Pricer:
     ):
         self.analysis, self.mesh, self.budget = analysis, mesh, budget
         self.specs = SpecTable(analysis, mesh.sizes, [link.bandwidth for link in mesh.links], pinned)
-        self.structure = structure or build_structure(analysis)
+        self.structure = structure or build_structure(analysis, mesh.chip.platform)
         self.memory = memory or MemoryTable(analysis)
         self.reshards = ReshardTable(mesh)
         self.operations = OperationTable(mesh, self.reshards)

@@ -71,7 +71,10 @@ class ReshardTable:
         for axis, dim in have.items():
             if axis in want and want[axis] != dim:
                 exchanged.setdefault((dim, want[axis]), []).append(axis)
-        for axes in exchanged.values():
+        for (dim, other), axes in exchanged.items():
+            if [a for a in source[dim] if a in axes] != [a for a in target[other] if a in axes]:
+                # major and minor change places on the way
+                moves.append(collective(mesh, PERMUTE, tuple(sorted(axes)), size, latency))
             moves.append(collective(mesh, ALL_TO_ALL, axes, size, latency))
         for axes in gather_steps(mesh, source, target):
             for axis in axes:

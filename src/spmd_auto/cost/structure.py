@@ -72,13 +72,18 @@ class Structure:
     ops_of_value: dict[int, list[int]]
 
 
-def build_structure(analysis: Analysis) -> Structure:
+def build_structure(analysis: Analysis, platform: str = "gpu") -> Structure:
+    """The structure of a program's price.
+
+    Args:
+      platform: on "cpu" partial sums of an add chain are never combined at its root: XLA has no such pass there.
+    """
     classes = analysis.classes
     flat, flat_bytes = _flat(classes.ops)
     active = [i for i in range(len(classes.ops)) if i not in flat]
     latency = _latencies(analysis)
     edges = _edges(analysis, flat, latency)
-    sums, root_leaves = _sums(analysis)
+    sums, root_leaves = _sums(analysis) if platform != "cpu" else ([], {})
     share_sum = [1] * len(classes.ops)
     for group in sums:
         for c in group.leaves:

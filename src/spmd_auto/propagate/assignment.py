@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from spmd_auto.propagate.analysis import Analysis
+from spmd_auto.propagate.classes import ValueClass
 from spmd_auto.propagate.forms import Form
 
 Spec = tuple[tuple[int, ...], ...]
@@ -100,7 +101,7 @@ class SpecTable:
             able = [(p, d) for p, d in wanted[axis] if cls.shape[d] % (parts[d] * n) == 0]
             if not able:
                 continue
-            dim = able[0][1] if len(able) == 1 else self._contest(cls.regions, rank, sorted(able), axis, assignment)
+            dim = able[0][1] if len(able) == 1 else self._contest(cls, sorted(able), axis, assignment)
             taken[axis] = dim
             parts[dim] *= n
         for group, axis in sorted(splits, key=lambda split: (-self.speed[split[1]], split[1])):
@@ -115,15 +116,16 @@ class SpecTable:
         return make_spec(rank, taken)
 
     @staticmethod
-    def _contest(
-        regions: tuple[int, ...], rank: int, able: list[tuple[int, int]], axis: int, assignment: Assignment
-    ) -> int:
+    def _contest(cls: ValueClass, able: list[tuple[int, int]], axis: int, assignment: Assignment) -> int:
         """The dimension that wins most of its pairs; the order decides a pair unless its region is flipped."""
-        pairs = {pair: k for k, pair in enumerate(itertools.combinations(range(rank), 2))}
+        pairs = {pair: k for k, pair in enumerate(itertools.combinations(range(len(cls.shape)), 2))}
         wins = dict.fromkeys((d for _, d in able), 0)
-        for (_, i), (_, j) in itertools.combinations(able, 2):
-            region = regions[pairs[min(i, j), max(i, j)]]
-            wins[j if (region, axis) in assignment.flips else i] += 1
+        for (p, i), (q, j) in itertools.combinations(able, 2):
+            pair = pairs[min(i, j), max(i, j)]
+            second = (cls.regions[pair], axis) in assignment.flips
+            if p == q:  # one logical axis twice: which dimension is first must be the same through the region
+                second ^= cls.turned[pair]
+            wins[j if second else i] += 1
         return max(able, key=lambda entry: (wins[entry[1]], -entry[0], -entry[1]))[1]
 
 

@@ -21,6 +21,7 @@ class ValueClass:
       shape: global shape.
       groups: axis group of each dimension.
       regions: region of each pair of dimensions (-1 for none).
+      turned: for each pair, whether it stands the other way round than on its region's first value.
       form: (parameter group, form) or None.
       placed: whether values of the class get a spec at all.
       pin: index into the analysis' pins, or None.
@@ -29,6 +30,7 @@ class ValueClass:
     shape: tuple[int, ...]
     groups: tuple[int, ...]
     regions: tuple[int, ...]
+    turned: tuple[bool, ...]
     form: tuple[int, Form] | None
     placed: bool
     pin: int | None
@@ -68,6 +70,7 @@ def find_classes(graph: Graph, axes: Axes, regions: Regions, forms: ParameterFor
             value.shape,
             axes.of[value.id],
             regions.of[value.id],
+            regions.turned[value.id],
             forms.of.get(value.id),
             value.placed,
             pins.get(value.id),

@@ -31,8 +31,10 @@ def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
         for leaf, value in zip(program.arguments, graph.arguments, strict=True)
         if leaf.role is Role.BATCH and value.shape
     ]
-    for _, value in batch_leaves:
-        give(axes.of[value.id][0], "batch")
+    for _, value in batch_leaves:  # behind the loop of a step that scans over micro-batches
+        free = [g for g in axes.of[value.id] if names.get(g) != "layers"]
+        if free:
+            give(free[0], "batch")
     for group in _indexed(graph, axes):
         give(group, "vocab")
     contractions = [op for op in graph.ops if op.flops and len(op.operands) >= 2]
@@ -49,10 +51,11 @@ def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
     for group in widths if heads else ():
         give(group, "head_dim")
     for leaf, value in batch_leaves:
-        if len(leaf.shape) > 1:
+        free = [g for g in axes.of[value.id] if names.get(g) != "layers"]
+        if len(free) > 1:
             integer = leaf.itemsize <= 8 and getattr(leaf.dtype, "kind", "f") in "iu"
-            give(axes.of[value.id][1], "sequence" if integer or len(leaf.shape) == 3 else "features")
-        for group in axes.of[value.id][2:]:
+            give(free[1], "sequence" if integer or len(free) == 3 else "features")
+        for group in free[2:]:
             give(group, "features")
     for group in stream:
         give(group, "mlp")

@@ -14,7 +14,7 @@ import itertools
 from spmd_auto.propagate.axes import Axes
 from spmd_auto.propagate.factors import Kind
 from spmd_auto.propagate.graph import Graph
-from spmd_auto.propagate.unionfind import UnionFind
+from spmd_auto.propagate.unionfind import ParityUnionFind
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -26,11 +26,14 @@ class Regions:
         `itertools.combinations`; -1 where there is none (sizes of 1, values that are not placed).
       pair: for each region the two axis groups that contend (sorted).
       groups_beside: for each region all axis groups that stand on its values.
+      turned: for each value id and pair, whether the pair stands the other way round than on the region's first
+        value (a transpose between them): "the first dimension" of a region is one and the same through it.
     """
 
     of: list[tuple[int, ...]]
     pair: list[tuple[int, int]]
     groups_beside: list[frozenset[int]]
+    turned: list[tuple[bool, ...]]
 
     @property
     def count(self) -> int:
@@ -43,7 +46,7 @@ def find_regions(graph: Graph, axes: Axes) -> Regions:
         base.append(total)
         rank = len(value.shape)
         total += rank * (rank - 1) // 2
-    sets = UnionFind(total)
+    sets = ParityUnionFind(total)
 
     def node(value_id: int, rank: int, i: int, j: int) -> int:
         if i > j:
@@ -63,7 +66,7 @@ def find_regions(graph: Graph, axes: Axes) -> Regions:
                 where[k].append((index, d))
             for k, d in factor.results:
                 where[offset + k].append((index, d))
-        first: dict[tuple[int, int], int] = {}
+        first: dict[tuple[int, int], tuple[int, bool]] = {}
         for value, places in zip(arrays, where, strict=True):
             if not value.depends:
                 continue
@@ -73,9 +76,9 @@ def find_regions(graph: Graph, axes: Axes) -> Regions:
                 here = node(value.id, rank, i, j)
                 key = (f, g)
                 if key in first:
-                    sets.union(first[key], here)
+                    sets.union(first[key][0], here, first[key][1] ^ (i > j))
                 else:
-                    first[key] = here
+                    first[key] = (here, i > j)
     members: dict[int, list[tuple[int, int, int]]] = {}
     for value in graph.values:
         if not value.depends:
@@ -103,6 +106,8 @@ def find_regions(graph: Graph, axes: Axes) -> Regions:
         for v, _, _ in nodes:
             beside[region].update(axes.of[v])
     of: list[tuple[int, ...]] = []
+    turned: list[tuple[bool, ...]] = []
+    ahead = {root: sets.parity(node(v, len(graph.values[v].shape), i, j)) for root, ((v, i, j), *_) in members.items()}
     for value in graph.values:
         rank = len(value.shape)
         regions = []
@@ -110,4 +115,9 @@ def find_regions(graph: Graph, axes: Axes) -> Regions:
             placed = value.depends and value.shape[i] > 1 and value.shape[j] > 1
             regions.append(region_of_root[sets.find(node(value.id, rank, i, j))] if placed else -1)
         of.append(tuple(regions))
-    return Regions(of, pair, [frozenset(s) for s in beside])
+        ways = []
+        for region, (i, j) in zip(regions, itertools.combinations(range(rank), 2), strict=True):
+            here = node(value.id, rank, i, j)
+            ways.append(region >= 0 and sets.parity(here) != ahead[sets.find(here)])
+        turned.append(tuple(ways))
+    return Regions(of, pair, [frozenset(s) for s in beside], turned)

@@ -108,7 +108,7 @@ def seeds(space: Space) -> list[tuple[str, Assignment]]:
 
 
 def _batch_like(space: Space) -> list[int]:
-    """Axis groups of the leading dimensions of the largest batch leaf that every mesh axis together divides."""
+    """The axis group of the leading dimension (of no loop) of the largest batch leaf, if all devices divide it."""
     from spmd_auto.trace import Role
 
     analysis = space.analysis
@@ -121,7 +121,8 @@ def _batch_like(space: Space) -> list[int]:
         return []
     _, _, value = max(leaves, key=lambda entry: entry[:2])
     count = space.mesh.device_count
-    return [g for g, n in zip(analysis.axes.of[value.id][:1], value.shape, strict=False) if n % count == 0]
+    free = [(g, n) for g, n in zip(analysis.axes.of[value.id], value.shape, strict=True) if g not in analysis.stacked]
+    return [g for g, n in free[:1] if n % count == 0]
 
 
 def _beam(
