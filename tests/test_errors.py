@@ -89,7 +89,12 @@ def test_pin_that_does_not_divide_names_leaf_dimension_and_nearest_fixes():
         PinError,
         what=("up/kernel", "dimension 1", "state/params/up/kernel", "(16, 24)", "in 16"),
         why=("24 is not divisible by", "a=2", "b=8"),
-        fixes=("'a' divides dimension 1", "'b' divides dimension 1", "dimension 0 (size 16) is divisible by 16", "to 32"),
+        fixes=(
+            "'a' divides dimension 1",
+            "'b' divides dimension 1",
+            "dimension 0 (size 16) is divisible by 16",
+            "to 32",
+        ),
     ):
         planned(toy_mesh(2, 8), {"up/kernel": P(None, ("a", "b"))})
 
@@ -173,7 +178,9 @@ def test_batch_smaller_than_the_mesh_axis_it_is_given_to():
             with refused(StrategyError, what="'batch'"):
                 spmd_auto.price(step, state(), batch(1), mesh=mesh, assignment={"batch": "a"})
             continue
-        with refused(BatchError, what=("'batch'", f"of size {size}", "'a'", "4 devices"), why=why, fixes="leave the axis whole"):
+        with refused(
+            BatchError, what=("'batch'", f"of size {size}", "'a'", "4 devices"), why=why, fixes="leave the axis whole"
+        ):
             spmd_auto.price(step, state(), batch(size), mesh=mesh, assignment={"batch": "a"})
 
 
@@ -185,7 +192,14 @@ def test_memory_that_can_not_suffice_says_by_how_much_and_what_came_nearest():
         planned(memory=300.0)
     error = caught.value
     assert "no plan of step fits 3e-07 GB per device" in error.what
-    for part in ("the nearest needs", "parameters", "optimizer state", "temporaries", "are missing", "the whole state is"):
+    for part in (
+        "the nearest needs",
+        "parameters",
+        "optimizer state",
+        "temporaries",
+        "are missing",
+        "the whole state is",
+    ):
         assert part in error.why
     words = error.why.split()
     needs, missing = float(words[3]), float(words[words.index("missing") - 3])
@@ -250,7 +264,9 @@ def test_step_that_can_not_be_traced_keeps_the_original_error_as_its_cause():
     assert isinstance(caught.value.__cause__, jax.errors.TracerBoolConversionError)
 
 
-@pytest.mark.parametrize(("leaf", "kind"), [("adam", "str"), (object(), "object"), (print, "builtin_function_or_method")])
+@pytest.mark.parametrize(
+    ("leaf", "kind"), [("adam", "str"), (object(), "object"), (print, "builtin_function_or_method")]
+)
 def test_argument_leaf_that_is_no_array(leaf, kind):
     with refused(TraceError, what=("'batch/mode'", kind), why="only arrays", fixes="static_argnames"):
         spmd_auto.plan(lambda batch: batch["x"], {"x": struct(8), "mode": leaf}, mesh=toy_mesh(4))
@@ -292,14 +308,18 @@ def test_explain_before_any_plan():
 
 def test_init_without_plan_or_batch():
     decorated = spmd_auto.auto_shard(step, search=FAST)
-    with refused(LoweringError, what="step.init has no plan", why="depends on the batch", fixes=("batch=", ".plan(state, batch)")):
+    with refused(
+        LoweringError, what="step.init has no plan", why="depends on the batch", fixes=("batch=", ".plan(state, batch)")
+    ):
         decorated.init(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape), state()))
 
 
 def test_init_of_another_state_than_planned():
     decorated = spmd_auto.auto_shard(step, search=FAST)
     decorated.plan(state(), batch())
-    with refused(LoweringError, what=("state/params/down/kernel", "(32, 16)"), fixes="the state that the step was planned for"):
+    with refused(
+        LoweringError, what=("state/params/down/kernel", "(32, 16)"), fixes="the state that the step was planned for"
+    ):
         decorated.init(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape), state(hidden=32)))
 
 

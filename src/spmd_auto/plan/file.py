@@ -175,7 +175,7 @@ def _apply(data: dict[str, Any], program: Program) -> Plan:
     )
     pricer = Pricer(analysis, mesh, pinned=list(pinned.values()))
     priced = pricer.price(assignment)
-    if data["choices"]:
+    if len(data["choices"]):
         forms = list(priced.forms)
         for index, choice in data["choices"]:
             wanted = tuple(choice)

@@ -11,7 +11,7 @@ import jax
 from spmd_auto.cost.memory import MemoryTable
 from spmd_auto.cost.pricer import Priced, Pricer
 from spmd_auto.cost.structure import build_structure
-from spmd_auto.errors import BatchError, MemoryBudgetError, MeshError
+from spmd_auto.errors import BatchError, MemoryBudgetError, MeshError, PinError
 from spmd_auto.mesh import Cluster, LogicalMesh, Spec, cluster_of, logical_mesh_of
 from spmd_auto.plan.pins import Pins, resolve_pins
 from spmd_auto.plan.plan import Plan, SearchRecord
@@ -90,11 +90,10 @@ def make_plan(
     structure = memory_table = None
     best: tuple[Pricer, Priced] | None = None
     states = 0
-    for candidate in meshes:
-        pinned = resolve_pins(program, candidate, pins or {})
+    for candidate, pinned in _pinned_candidates(program, meshes, pins or {}):
         if analysis is None:
             analysis = analyse_for(program, candidate, pinned)
-            structure, memory_table = build_structure(analysis, candidate.chip.platform), MemoryTable(analysis)
+            structure, memory_table = build_structure(analysis), MemoryTable(analysis)
         pricer = Pricer(
             analysis, candidate, budget_for(candidate, memory), list(pinned.values()), structure, memory_table
         )
@@ -106,11 +105,33 @@ def make_plan(
             break
     assert best is not None
     pricer, priced = best
+    # the search adds up changes: priced anew, a plan has the very price that its file gives when it is loaded
+    priced = pricer.assemble(priced.assignment, priced.specs, priced.forms)
     record = SearchRecord(states, time.perf_counter() - start, clock.stopped, len(meshes))
     plan = Plan(pricer, priced, record)
     if priced.memory > pricer.budget:
         raise _does_not_fit(plan)
     return plan
+
+
+def _pinned_candidates(
+    program: Program, meshes: Sequence[LogicalMesh], pins: Pins
+) -> list[tuple[LogicalMesh, dict[int, Spec]]]:
+    """The meshes on which all pins hold: a cluster's meshes differ in the names and sizes of their axes.
+
+    Raises:
+      PinError: on the first mesh, if they hold on none.
+    """
+    able, first = [], None
+    for mesh in meshes:
+        try:
+            able.append((mesh, resolve_pins(program, mesh, pins)))
+        except PinError as error:
+            first = first or error
+    if not able:
+        assert first is not None
+        raise first
+    return able
 
 
 def _does_not_fit(plan: Plan) -> MemoryBudgetError:

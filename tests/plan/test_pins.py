@@ -1,0 +1,146 @@
+"""Pins are never overridden (EXPECTATIONS A 19 and 22)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+import spmd_auto
+from spmd_auto.errors import PinError
+from spmd_auto.plan import price_strategy
+from spmd_auto.plan.pins import resolve_pins
+from spmd_auto.search import SearchOptions
+from spmd_auto.trace import trace
+from tests.known_answers.toy import toy_mesh
+
+FAST = SearchOptions(states=60)
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def jax_mesh(*sizes):
+    count = int(np.prod(sizes))
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(sizes), ("data", "model")[: len(sizes)])
+
+
+def double(x):
+    return {"y": x["a"] * 2.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "local"),
+    [(P(None, "model"), (6, 2)), (P("data", None), (3, 4)), (P("data", "model"), (3, 2)), (P(), (6, 4))],
+)
+def test_pinned_array_lies_as_pinned(spec, local):
+    mesh = jax_mesh(2, 2)
+    plan = spmd_auto.plan(double, {"a": struct(6, 4)}, mesh=mesh, pins={"x/a": spec}, search=FAST)
+    sharding = jax.tree.leaves(plan.shardings(mesh))[0]
+    assert sharding.shard_shape((6, 4)) == local
+    step = spmd_auto.auto_shard(double, mesh=mesh, pins={"x/a": spec}, search=FAST)
+    a = np.arange(24, dtype=np.float32).reshape(6, 4)
+    step({"a": a})
+    placed = jax.device_put(a, sharding)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {local}
+    np.testing.assert_array_equal(step({"a": placed})["y"], 2 * a)
+
+
+@pytest.mark.parametrize(("dimension", "parts", "local"), [(0, 2, (2, 8)), (1, 4, (4, 2))])
+def test_pieces_of_a_tensor(dimension, parts, local):
+    spec = P(*[None] * dimension, "data")
+    plan = spmd_auto.plan(double, {"a": struct(4, 8)}, mesh=jax_mesh(parts), pins={"x/a": spec}, search=FAST)
+    assert jax.tree.leaves(plan.shardings())[0].shard_shape((4, 8)) == local
+
+
+def test_indivisible_pieces_are_refused():
+    with pytest.raises(PinError, match=r"dimension 0 of x/a \(shape \(4, 8\)\) can't be split in 3"):
+        spmd_auto.plan(double, {"a": struct(4, 8)}, mesh=jax_mesh(3), pins={"x/a": P("data")}, search=FAST)
+
+
+def mlp_step(params, batch):
+    def loss(p):
+        return jnp.mean((jnp.tanh(batch @ p["up"]["kernel"]) @ p["down"]["kernel"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+PARAMS = {"up": {"kernel": struct(16, 32)}, "down": {"kernel": struct(32, 16)}}
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(None, ("b", "a")), P()])
+def test_pins_hold_in_the_plan_and_in_what_the_step_returns(spec):
+    pins = {"up/kernel": spec}
+    plan = spmd_auto.plan(mlp_step, PARAMS, struct(8, 16), mesh=toy_mesh(2, 4), pins=pins, search=FAST)
+    assert plan.specs["params/up/kernel"] == spec
+    new = next(i for i, leaf in enumerate(plan.program.results) if leaf.path == "0/up/kernel")
+    assert plan.mesh.partition_spec(plan.placements.results[new]) == spec
+    outs = plan.lower_step().compile().output_shardings
+    assert outs[new].is_equivalent_to(jax.NamedSharding(plan.mesh.build(), spec), 2)
+
+
+def test_pins_hold_for_a_strategy_given_by_hand():
+    program = trace(mlp_step, PARAMS, struct(8, 16))
+    plan = price_strategy(
+        program, toy_mesh(2, 4), {"batch": "a", "mlp": "b"}, pins={"up/kernel": P("b"), "down/kernel": P()}
+    )
+    assert plan.specs["params/up/kernel"] == P("b")
+    assert plan.specs["params/down/kernel"] == P()
+    assert plan.specs["batch"] == P("a")
+
+
+def test_globs_ends_whole_paths_and_order():
+    program = trace(mlp_step, PARAMS, struct(8, 16))
+    mesh = toy_mesh(2, 4)
+    paths = [leaf.path for leaf in program.arguments]
+
+    def pinned(pins):
+        return {paths[i]: mesh.partition_spec(spec) for i, spec in resolve_pins(program, mesh, pins).items()}
+
+    assert pinned({"*kernel": P("a")}) == {"params/down/kernel": P("a"), "params/up/kernel": P("a")}
+    assert pinned({"up/kernel": P("a")}) == {"params/up/kernel": P("a")}
+    assert pinned({"params/*/kernel": P("a"), "up/*": P("b")}) == {
+        "params/down/kernel": P("a"),
+        "params/up/kernel": P("b"),
+    }
+    assert pinned({"batch": P("a")}) == {"batch": P("a")}
+    assert pinned({}) == {}
+
+
+def test_a_whole_path_means_that_leaf_alone_whatever_is_in_it():
+    def f(state):
+        return {key: value * 2 for key, value in state.items()}
+
+    program = trace(f, {"w[0]": struct(8), "w0": struct(8), "*": struct(8)})
+    mesh = toy_mesh(2)
+
+    def hit(glob):
+        return [program.arguments[i].path for i in resolve_pins(program, mesh, {glob: P("a")})]
+
+    assert hit("state/w[0]") == ["state/w[0]"]
+    assert hit("state/*") == ["state/*"]
+    assert hit("w[0]") == ["state/w0", "state/w[0]"]  # an end: the literal one, and the glob
+    assert hit("w?") == ["state/w0"]
+
+
+def test_scalars_can_be_pinned_whole_only():
+    program = trace(lambda s: {"n": s["n"] + 1}, {"n": struct()})
+    assert resolve_pins(program, toy_mesh(2), {"s/n": P()}) == {0: ()}
+    with pytest.raises(PinError, match="rank 0"):
+        resolve_pins(program, toy_mesh(2), {"s/n": P("a")})
+
+
+def test_pins_choose_among_the_meshes_of_a_cluster():
+    """The meshes that a search tries differ in the names of their axes: one on which the pins hold is taken."""
+    devices = spmd_auto.cluster("a100", per_host=8)
+    for spec, axes in ((P("gpu"), ("gpu",)), (P("gpu0", "gpu1"), ("gpu0", "gpu1"))):
+        plan = spmd_auto.plan(mlp_step, PARAMS, struct(8, 16), mesh=devices, pins={"up/kernel": spec}, search=FAST)
+        assert plan.mesh.names == axes
+        assert plan.specs["params/up/kernel"] == spec
+    with pytest.raises(PinError, match="names the mesh axis 'model'") as caught:
+        spmd_auto.plan(mlp_step, PARAMS, struct(8, 16), mesh=devices, pins={"up/kernel": P("model")}, search=FAST)
+    assert "'gpu'" in caught.value.why
