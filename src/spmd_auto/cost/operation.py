@@ -215,7 +215,7 @@ class OperationTable:
         order = [a for axes in wanted for a in axes]
         scattered = sorted((a for a in partial if a in place and a not in current), key=order.index)
         made: list[Transfer] = []
-        if around.shared_sum > 1 or op.name not in STAGEABLE:
+        if op.name not in STAGEABLE:
             # said by a constraint: one joint scatter over one dimension, its axes in the order of the mesh;
             # XLA makes a full all-reduce and slices otherwise
             if len({place[a] for a in scattered}) > 1 or scattered != sorted(scattered):

@@ -66,7 +66,7 @@ class Pricer:
     ):
         self.analysis, self.mesh, self.budget = analysis, mesh, budget
         self.specs = SpecTable(analysis, mesh.sizes, [link.bandwidth for link in mesh.links], pinned)
-        self.structure = structure or build_structure(analysis, mesh.chip.platform)
+        self.structure = structure or build_structure(analysis)
         self.memory = memory or MemoryTable(analysis)
         self.reshards = ReshardTable(mesh)
         self.operations = OperationTable(mesh, self.reshards)
@@ -135,20 +135,30 @@ class Pricer:
     def sum_group(self, index: int, forms: Sequence[OpForm | None]) -> tuple[float, list[Transfer], bool]:
         """(seconds per step, transfers of one trip, whether the reductions are shared) of a sum group."""
         group = self.structure.sums[index]
-        separate, shared = [], []
-        seen: set[tuple[str, tuple[int, ...]]] = set()
-        for op_class in group.leaves:
+        separate: list[Transfer] = []
+        shared: list[Transfer] | None = None
+        first: tuple[object, ...] = ()
+        for op_class, permutation in group.leaves:
             form = forms[op_class]
             assert form is not None
-            scale = group.root_itemsize / self.analysis.classes.ops[op_class].op.results[0].itemsize
-            for transfer in form.reductions:
-                separate.append(transfer)
-                if (transfer.kind, transfer.axes) not in seen:
-                    seen.add((transfer.kind, transfer.axes))
-                    shared.append(transfer.scaled(scale))
-        apart, together = sum(t.seconds for t in separate), sum(t.seconds for t in shared)
-        if apart < together:
+            separate += form.reductions
+            alike = (
+                tuple([form.raws[0][d] for d in permutation]),
+                tuple([(t.kind, t.axes) for t in form.reductions]),
+            )
+            if not first:
+                first = alike
+                scale = group.root_itemsize / self.analysis.classes.ops[op_class].op.results[0].itemsize
+                shared = [t.scaled(scale) for t in form.reductions]
+            elif alike != first:
+                shared = None  # the partial sums lie otherwise: they can't be added before they are combined
+                break
+        if shared is None:
+            separate = [t for c, _ in group.leaves for t in forms[c].reductions]  # type: ignore[union-attr]
+        apart = sum([t.seconds for t in separate])
+        if shared is None or not shared:
             return apart * group.trips, separate, False
+        together = sum([t.seconds for t in shared])
         return together * group.trips, shared, True
 
     def fused_seconds(self, specs: Sequence[Spec]) -> float:

@@ -96,7 +96,7 @@ def make_report(pricer: Pricer, priced: Priced) -> PriceReport:
         op = ops[edge.consumers[0][0]].op
         add(pricer.edge_transfers(i, priced.specs, priced.forms), edge.trips, f"operand of {op.name}", op.source)
     for i, group in enumerate(structure.sums):
-        op = ops[group.leaves[0]].op
+        op = ops[group.leaves[0][0]].op
         add(pricer.sum_group(i, priced.forms)[1], group.trips, f"sum of {len(group.leaves)} {op.name}", op.source)
     found.sort(key=lambda c: -c.bytes)
     return PriceReport(

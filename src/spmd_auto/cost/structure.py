@@ -36,11 +36,24 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SumGroup:
-    """Operation classes whose results are added up, bytes per element at the root, and how often."""
+    """Operations whose results are only added up: `leaves` are pairs (operation class, permutation), where
+    dimension `i` of the root is dimension `permutation[i]` of the leaf's result.  Further addends of the chain
+    that are whole already (a residual) are added after the reduction.
+    """
 
-    leaves: tuple[int, ...]
+    leaves: tuple[tuple[int, tuple[int, ...]], ...]
     root_itemsize: int
     trips: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SumTree:
+    """One occurrence of a sum group: ids of its root, leaves and the operations between, and the group's index."""
+
+    root: int
+    leaves: tuple[int, ...]
+    between: tuple[int, ...]
+    group: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -51,7 +64,7 @@ class Structure:
       active: operation classes with a price of their own; the others are flat (one value class, elementwise).
       flat_bytes: value class -> bytes that flat operations move, times trips, unsplit.
       edges, sums: see `Edge`, `SumGroup`.
-      root_leaves: root operation id -> (ids of its leaves, index of its sum group).
+      trees: every occurrence of a sum group in the program.
       share_sum: per operation class, how many leaves its sum group has (1: none).
       share_operands: per operation class and operand, among how many contractions a reshard is shared.
       latency: per operation class the share of the latency that collectives on its results and operands pay.
@@ -62,7 +75,7 @@ class Structure:
     flat_bytes: dict[int, float]
     edges: list[Edge]
     sums: list[SumGroup]
-    root_leaves: dict[int, tuple[tuple[int, ...], int]]
+    trees: list[SumTree]
     share_sum: list[int]
     share_operands: list[tuple[int, ...]]
     latency: list[tuple[float, tuple[float, ...]]]
@@ -72,21 +85,16 @@ class Structure:
     ops_of_value: dict[int, list[int]]
 
 
-def build_structure(analysis: Analysis, platform: str = "gpu") -> Structure:
-    """The structure of a program's price.
-
-    Args:
-      platform: on "cpu" partial sums of an add chain are never combined at its root: XLA has no such pass there.
-    """
+def build_structure(analysis: Analysis) -> Structure:
     classes = analysis.classes
     flat, flat_bytes = _flat(classes.ops)
     active = [i for i in range(len(classes.ops)) if i not in flat]
     latency = _latencies(analysis)
     edges = _edges(analysis, flat, latency)
-    sums, root_leaves = _sums(analysis) if platform != "cpu" else ([], {})
+    sums, trees = _sums(analysis)
     share_sum = [1] * len(classes.ops)
     for group in sums:
-        for c in group.leaves:
+        for c, _ in group.leaves:
             share_sum[c] = len(group.leaves)
     share = [[1] * len(c.operands) for c in classes.ops]
     for edge in edges:
@@ -101,7 +109,7 @@ def build_structure(analysis: Analysis, platform: str = "gpu") -> Structure:
             edges_of_op[c].append(i)
     sums_of_op: dict[int, list[int]] = defaultdict(list)
     for i, group in enumerate(sums):
-        for c in sorted(set(group.leaves)):
+        for c in sorted({c for c, _ in group.leaves}):
             sums_of_op[c].append(i)
     ops_of_value: dict[int, list[int]] = defaultdict(list)
     for i in active:
@@ -113,7 +121,7 @@ def build_structure(analysis: Analysis, platform: str = "gpu") -> Structure:
         flat_bytes,
         edges,
         sums,
-        root_leaves,
+        trees,
         share_sum,
         [tuple(s) for s in share],
         latency,
@@ -207,52 +215,77 @@ def _common_casts(analysis: Analysis) -> dict[int, int]:
     return same
 
 
-_CARRIES_SUM = ("transpose", "convert_element_type", "reshape", "squeeze", "copy")
+# Between a leaf and its root: operations that give the same on each device's partial sum.
+_LINEAR = ("transpose", "convert_element_type", "copy")
 
 
 def _makes_partial(op: Op) -> bool:
-    """Contractions and sums; XLA does not defer the partial sum of a scatter-add to the root of an add chain."""
     return op.flops > 0 or op.name == "reduce_sum"
 
 
-def _sums(analysis: Analysis) -> tuple[list[SumGroup], dict[int, tuple[tuple[int, ...], int]]]:
+@dataclasses.dataclass(slots=True)
+class _Part:
+    """A value that is a sum of leaves, and of whole values: (leaf, permutation from the value's dimensions to the
+    leaf's), and the operations between."""
+
+    leaves: list[tuple[Op, tuple[int, ...]]]
+    between: list[Op]
+
+
+def _sums(analysis: Analysis) -> tuple[list[SumGroup], list[SumTree]]:
     graph, classes = analysis.graph, analysis.classes
     producer: dict[int, Op] = {v.id: op for op in graph.ops for v in op.results}
     uses: Counter[int] = Counter(v.id for op in graph.ops for v in op.operands)
     uses.update(v.id for v in graph.results)
 
-    def leaves(value: Value, loop: tuple[Site, ...]) -> list[Op]:
-        """Operations whose partial sums reach `value` through adds only, each used nowhere else."""
+    def part(value: Value, loop: tuple[Site, ...]) -> _Part | None:
+        """`value` as a sum with contractions' results in it, if it is used nowhere else; None: it is whole."""
         op = producer.get(value.id)
-        if uses[value.id] > 1 or op is None or op.loop != loop:
-            return []
-        if op.name in ("add_any", "add") and op.operands[0].shape == op.operands[1].shape:
-            inner.add(op.id)
-            return leaves(op.operands[0], loop) + leaves(op.operands[1], loop)
-        if op.name in _CARRIES_SUM:
-            return leaves(op.operands[0], loop)
-        return [op] if _makes_partial(op) else []
+        if op is None or uses[value.id] > 1 or op.loop != loop or classes.of_op[op.id] is None:
+            return None
+        if _is_add(op):
+            a, b = part(op.operands[0], loop), part(op.operands[1], loop)
+            return _joined(a, b, [op])
+        if op.name in _LINEAR:
+            inner = part(op.operands[0], loop)
+            if inner is None:
+                return None
+            order = op.eqn.params["permutation"] if op.name == "transpose" else range(len(value.shape))
+            return _Part([(leaf, tuple(p[d] for d in order)) for leaf, p in inner.leaves], [*inner.between, op])
+        return _Part([(op, tuple(range(len(value.shape))))], []) if _makes_partial(op) else None
 
     taken: set[int] = set()
-    inner: set[int] = set()
-    trips: Counter[tuple[tuple[int, ...], int]] = Counter()
-    roots: list[tuple[Op, tuple[int, ...], tuple[tuple[int, ...], int]]] = []
-    for root in reversed(graph.ops):
-        if root.name not in ("add_any", "add") or not root.results[0].shape or root.id in inner:
+    trips: Counter[tuple[tuple[tuple[int, tuple[int, ...]], ...], int]] = Counter()
+    found: list[tuple[Op, _Part, tuple[tuple[tuple[int, tuple[int, ...]], ...], int]]] = []
+    for root in reversed(graph.ops):  # the last add of a chain is its root
+        if not _is_add(root) or not root.results[0].shape or root.id in taken or classes.of_op[root.id] is None:
             continue
-        if classes.of_op[root.id] is None:
+        whole = _joined(part(root.operands[0], root.loop), part(root.operands[1], root.loop), [])
+        if whole is None or len(whole.leaves) < 2:
             continue
-        found = [leaf for v in root.operands for leaf in leaves(v, root.loop)]
-        found = [leaf for leaf in found if leaf.id not in taken and classes.of_op[leaf.id] is not None]
-        if len(found) < 2:
-            continue
-        taken.update(leaf.id for leaf in found)
-        key = (tuple(sorted(_class(classes.of_op, leaf) for leaf in found)), root.results[0].itemsize)
+        taken.update(op.id for op in whole.between)
+        leaves = sorted((_class(classes.of_op, leaf), permutation) for leaf, permutation in whole.leaves)
+        key = (tuple(leaves), root.results[0].itemsize)
         trips[key] += root.trips
-        roots.append((root, tuple(leaf.id for leaf in found), key))
+        found.append((root, whole, key))
     index = {key: i for i, key in enumerate(trips)}
     groups = [SumGroup(leaves, itemsize, count) for (leaves, itemsize), count in trips.items()]
-    return groups, {root.id: (ids, index[key]) for root, ids, key in roots}
+    trees = [
+        SumTree(root.id, tuple(leaf.id for leaf, _ in p.leaves), tuple(op.id for op in p.between), index[key])
+        for root, p, key in found
+    ]
+    return groups, trees
+
+
+def _joined(a: _Part | None, b: _Part | None, between: list[Op]) -> _Part | None:
+    parts = [side for side in (a, b) if side is not None]
+    if not parts:
+        return None
+    return _Part([x for side in parts for x in side.leaves], [*(x for side in parts for x in side.between), *between])
+
+
+def _is_add(op: Op) -> bool:
+    return op.name in ("add", "add_any") and op.operands[0].shape == op.operands[1].shape
 
 
 def _class(of_op: list[int | None], op: Op) -> int:

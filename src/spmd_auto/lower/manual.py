@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd_auto import _compat
-from spmd_auto.lower.placement import Placement
-from spmd_auto.mesh.logical import LogicalMesh
+from spmd_auto.lower.placement import DeferredSum, Placement, Step
+from spmd_auto.mesh.logical import LogicalMesh, Spec
+from spmd_auto.propagate.graph import Site
 
 
 def manual_op(eqn: Any, operands: list[Any], placement: Placement, logical: LogicalMesh, mesh: jax.sharding.Mesh) -> Any:
     """`eqn` on shards of its operands, partial sums combined step by step."""
     assert placement.manual is not None
-    names = logical.names
     name = eqn.primitive.name
     if name == "gather":
         local = _local_gather(eqn, operands[0].shape, placement, logical)
@@ -27,13 +28,7 @@ def manual_op(eqn: Any, operands: list[Any], placement: Placement, logical: Logi
 
     def body(*shards: Any) -> Any:
         out = _compat.bind(eqn, shards)[0] if local is None else local(*shards)
-        for step in placement.manual or ():
-            axes = tuple(names[a] for a in step.axes)
-            if step.dim is None:
-                out = lax.psum(out, axes)
-            else:
-                out = lax.psum_scatter(out, axes, scatter_dimension=step.dim, tiled=True)
-        return out
+        return _combine(out, placement.manual or (), logical)
 
     mapped = jax.shard_map(
         body,
@@ -46,6 +41,75 @@ def manual_op(eqn: Any, operands: list[Any], placement: Placement, logical: Logi
     if name == "scatter-add":
         return operands[0] + out
     return _outside(eqn, operands, out) if name == "gather" else out
+
+
+@dataclasses.dataclass(slots=True)
+class Pending:
+    """The result of an equation that is evaluated later, at the root of its sum."""
+
+    eqn: Any
+    site: Site
+    operands: list[Any]  # arrays of a leaf, or further pending results
+
+
+def deferred_sum(
+    eqn: Any, operands: list[Any], deferred: DeferredSum, logical: LogicalMesh, mesh: jax.sharding.Mesh
+) -> Any:
+    """The sum `eqn` of pending results as one manual operation: local leaves, local adds, one reduction.
+
+    Addends that are whole already pass through the same tree outside and are added after the reduction.
+    """
+    arrays: list[Any] = []
+    specs: list[Spec] = []
+    first: dict[Site, int] = {}  # where a leaf's operands start among `arrays`
+
+    def collect(node: Any) -> None:
+        if not isinstance(node, Pending):
+            return
+        if node.site in deferred.leaves:
+            first[node.site] = len(arrays)
+            arrays.extend(node.operands)
+            specs.extend(deferred.leaves[node.site])
+            return
+        for child in node.operands:
+            collect(child)
+
+    def evaluate(node: Any, shards: Any) -> Any:
+        """The partial part of the tree on `shards`, or its whole part if there are none; None: nothing there."""
+        if not isinstance(node, Pending):
+            return node if shards is None else None
+        if node.site in deferred.leaves:
+            if shards is None:
+                return None
+            start = first[node.site]
+            return _compat.bind(node.eqn, shards[start : start + len(node.operands)])[0]
+        values = [x for x in (evaluate(child, shards) for child in node.operands) if x is not None]
+        if len(values) < len(node.operands):  # an add with one side elsewhere, or nothing at all
+            return values[0] if values else None
+        return _compat.bind(node.eqn, values)[0]
+
+    tree = Pending(eqn, (), operands)
+    collect(tree)
+    mapped = jax.shard_map(
+        lambda *shards: _combine(evaluate(tree, shards), deferred.steps, logical),
+        mesh=mesh,
+        in_specs=tuple(logical.partition_spec(spec) for spec in specs),
+        out_specs=logical.partition_spec(deferred.reduced),
+        check_vma=False,
+    )
+    total, whole = mapped(*arrays), evaluate(tree, None)
+    return total if whole is None else total + whole
+
+
+def _combine(out: Any, steps: tuple[Step, ...], logical: LogicalMesh) -> Any:
+    """Partial sums combined step by step."""
+    for step in steps:
+        axes = tuple(logical.names[a] for a in step.axes)
+        if step.dim is None:
+            out = lax.psum(out, axes)
+        else:
+            out = lax.psum_scatter(out, axes, scatter_dimension=step.dim, tiled=True)
+    return out
 
 
 def _first_row(table: Any, dim: int, split: tuple[int, ...], logical: LogicalMesh) -> Any:

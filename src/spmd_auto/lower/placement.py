@@ -13,7 +13,7 @@ from collections.abc import Callable
 from spmd_auto.cost.operation import STAGEABLE, OpForm
 from spmd_auto.cost.pricer import Priced, Pricer
 from spmd_auto.cost.reshard import ReshardTable, gather_steps
-from spmd_auto.cost.structure import reads_stored
+from spmd_auto.cost.structure import SumTree, reads_stored
 from spmd_auto.mesh.collectives import ALL_REDUCE
 from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.assignment import axis_places
@@ -52,6 +52,22 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DeferredSum:
+    """A sum of contractions, combined once at its root: one manual operation from the leaves' operands.
+
+    Attributes:
+      leaves: per leaf (by site) the specs of its operands.
+      steps, reduced: reductions at the root and the spec after them.
+      stored: the root's own spec.
+    """
+
+    leaves: dict[Site, tuple[Spec, ...]]
+    steps: tuple[Step, ...]
+    reduced: Spec
+    stored: Spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoopSpecs:
     """Specs of a loop's carries at the start and the end of its body, and of its results; None: not placed."""
 
@@ -66,6 +82,8 @@ class Placements:
 
     mesh: LogicalMesh
     by_site: dict[Site, Placement]
+    sums: dict[Site, DeferredSum]  # by the root's site
+    pending: frozenset[Site]  # leaves and what is between them and the root: evaluated at the root
     loops: dict[Site, LoopSpecs]
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
@@ -78,10 +96,12 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
     def own(value: Value) -> Spec:
         return priced.specs[classes.of_value[value.id]]
 
-    deferred: set[int] = set()  # leaves whose partial sums are combined at the root of their add chain
-    for leaves, group in structure.root_leaves.values():
-        if pricer.sum_group(group, priced.forms)[2]:
-            deferred.update(leaves)
+    sums: dict[Site, DeferredSum] = {}
+    pending: set[Site] = set()
+    for tree in structure.trees:
+        if pricer.sum_group(tree.group, priced.forms)[2]:
+            sums[graph.ops[tree.root].site] = _deferred_sum(pricer, priced, tree, own)
+            pending.update(graph.ops[i].site for i in (*tree.leaves, *tree.between))
     by_site: dict[Site, Placement] = {}
     for op in graph.ops:
         index = classes.of_op[op.id]
@@ -89,7 +109,7 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
             continue
         form = priced.forms[index]
         if form is not None and (op.cuts_regions or op.name.startswith("reduce_")):
-            placement = _cut_point(pricer.reshards, op, form, own, op.id in deferred)
+            placement = _cut_point(pricer.reshards, op, form, own, op.site in pending)
             if op.backward:
                 again = tuple(
                     k
@@ -105,6 +125,8 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
     return Placements(
         mesh,
         by_site,
+        sums,
+        frozenset(pending),
         _loops(graph, own),
         tuple(own(v) for v in graph.arguments),
         tuple(own(v) for v in graph.results),
@@ -131,6 +153,31 @@ def _cut_point(reshards: ReshardTable, op: Op, form: OpForm, own: Own, deferred:
         steps, reduced = _steps(form, own(op.results[0]))
         return Placement(tuple(operands), tuple(results), (), steps, form.targets, reduced)
     return Placement(tuple(operands), tuple(results))
+
+
+def _deferred_sum(pricer: Pricer, priced: Priced, tree: SumTree, own: Own) -> DeferredSum:
+    graph, classes = pricer.analysis.graph, pricer.analysis.classes
+    leaves: dict[Site, tuple[Spec, ...]] = {}
+    for i in tree.leaves:
+        form = priced.forms[_class(classes.of_op[i])]
+        assert form is not None
+        leaves[graph.ops[i].site] = form.targets
+    # any leaf tells where the sum goes; its dimensions are permuted into the root's
+    op_class, permutation = pricer.structure.sums[tree.group].leaves[0]
+    form, cls = priced.forms[op_class], classes.ops[op_class]
+    assert form is not None
+    steps, reduced = _steps(form, priced.specs[cls.results[0]])
+    return DeferredSum(
+        leaves,
+        tuple(Step(s.axes, None if s.dim is None else permutation.index(s.dim)) for s in steps),
+        tuple(reduced[d] for d in permutation),
+        own(graph.ops[tree.root].results[0]),
+    )
+
+
+def _class(index: int | None) -> int:
+    assert index is not None
+    return index
 
 
 def _resharded(reshards: ReshardTable, op: Op, form: OpForm, own: Own) -> Placement:
@@ -166,9 +213,9 @@ def _steps(form: OpForm, stored: Spec) -> tuple[tuple[Step, ...], Spec]:
         if transfer.kind == ALL_REDUCE:
             steps.append(Step(transfer.axes, None))
             continue
-        (axis,) = transfer.axes  # a staged scatter runs over one axis
-        steps.append(Step((axis,), places[axis]))
-        spec[places[axis]].append(axis)
+        for axis in transfer.axes:
+            steps.append(Step((axis,), places[axis]))
+            spec[places[axis]].append(axis)
     return tuple(steps), tuple(tuple(axes) for axes in spec)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from spmd_auto import _compat
 from spmd_auto.errors import LoweringError
-from spmd_auto.lower.manual import manual_op
+from spmd_auto.lower.manual import Pending, deferred_sum, manual_op
 from spmd_auto.lower.placement import Placements
 from spmd_auto.mesh.logical import Spec
 from spmd_auto.propagate.graph import CALLS, Site
@@ -90,13 +90,20 @@ class Replay:
         if name == "sharding_constraint":
             return [self.user_constraint(eqn, operands[0])]
         placement = self.placements.by_site.get(site)
+        deferred = self.placements.sums.get(site)
+        if deferred is not None:
+            self.manual += 1
+            out = deferred_sum(eqn, operands, deferred, self.logical, self.mesh)
+            return [self.constrain(out, deferred.stored)]
         if placement is None:
-            return _compat.bind(eqn, operands)
+            return [Pending(eqn, site, operands)] if site in self.placements.pending else _compat.bind(eqn, operands)
         if placement.again and len(operands) > 1:
             operands = self.read_again(operands, placement.again)
         for k, specs in enumerate(placement.operands):
             for spec in specs:
                 operands[k] = self.constrain(operands[k], spec)
+        if site in self.placements.pending:
+            return [Pending(eqn, site, operands)]
         if placement.manual is not None:
             self.manual += 1
             outs = [manual_op(eqn, operands, placement, self.logical, self.mesh)]

@@ -57,7 +57,7 @@ class Value:
 class Op:
     """One operation.
 
-    `trips` is how often it runs per step, `loop` the sites of the scans around it, `backward` whether reverse-mode
+    `trips` is how often it runs per step, `loop` the sites of the loops and branches around it, `backward` whether reverse-mode
     differentiation made it (its cotangents' pass).
     """
 
@@ -308,8 +308,11 @@ class _Builder:
     def cond(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
         """Every branch counts as taken: an upper bound of its price."""
         results = [self.value(v.aval) for v in eqn.outvars]
+        outer = self.loop
         for k, branch in enumerate(eqn.params["branches"]):
+            self.loop = (*outer, (*site, k))
             outs = self.run(branch, operands[1:], trips, (*site, k))
+            self.loop = outer
             for value, result in zip(outs, results, strict=True):
                 self.link("branch", value, result, 0, 0, trips, site)
         return results

@@ -87,7 +87,7 @@ def _switches(pricer: Pricer, choices: dict[int, tuple[OpForm, ...]]) -> list[di
     for group in structure.sums:
         for partial in (True, False):
             agree = {}
-            for c in dict.fromkeys(group.leaves):
+            for c in dict.fromkeys(c for c, _ in group.leaves):
                 form = _first(choices[c], lambda f, partial=partial: bool(f.reductions) == partial)
                 if form is not None:
                     agree[c] = form
