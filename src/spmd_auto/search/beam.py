@@ -72,7 +72,9 @@ def search_mesh(
         if start.key in known:
             continue
         known.add(start.key)
-        best = _beam(pricer, space, start, options, clock, known)
+        # from nothing the first good move is nearly always the batch, which is a seed of its own
+        follow = seed.order or seed.forms or not _batch_like(space)
+        best = _beam(pricer, space, start, options, clock, known) if follow else start
         ends.append(best)
         if progress is not None:
             progress(f"{pricer.mesh.describe()} from {label}: {min(ends, key=_score).seconds * 1e3:.2f} ms")
@@ -153,20 +155,28 @@ def _beam(
 
 
 def _descend(pricer: Pricer, space: Space, state: Priced, clock: Clock) -> Priced:
-    """Steepest descent with fine moves: one region, one parameter group at a time."""
+    """First-improvement descent with fine moves (one region, one parameter group), each tried once a pass."""
     while True:
-        best = state
-        for move in moves(space, state.assignment, fine=True):
-            if clock.stopped:
-                break
-            child = pricer.change(state, move.after, move.touched)
-            if child is not None:
+        before = state
+        tried: set[tuple[object, ...]] = set()
+        improved = True
+        while improved and not clock.stopped:
+            improved = False
+            for move in moves(space, state.assignment, fine=True):
+                if move.label in tried:
+                    continue
+                tried.add(move.label)
+                child = pricer.change(state, move.after, move.touched)
+                if child is None:
+                    continue
                 clock.spend()
-                if child.score < best.score:
-                    best = child
-        if best.score >= state.score * (1 - IMPROVES):
+                if child.score < state.score * (1 - IMPROVES):
+                    state, improved = child, True
+                    break  # the moves of the new state, less those tried
+                if clock.stopped:
+                    break
+        if state is before or clock.stopped:
             return state
-        state = best
 
 
 def _diverse(children: list[Priced], options: SearchOptions) -> list[Priced]:
