@@ -13,16 +13,15 @@ from spmd_auto.plan.explain import WIDTH
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="spmd-auto", description="Automatic sharding for JAX.")
     commands = root.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train a small transformer on real text, on simulated devices, and check it")
+    demo = commands.add_parser("demo", help="train a small transformer on real text and check it")
     demo.add_argument("--devices", type=_positive, default=8, help="simulated CPU devices (default 8)")
     demo.add_argument("--steps", type=_positive, default=60)
     demo.add_argument("--layers", type=_positive, default=4)

@@ -178,7 +178,7 @@ class AutoSharded:
                     "a step gives the buffers of its old state to the new one",
                     ["use the state that the step returned", "auto_shard(donate=False)"],
                 )
-            if getattr(x, "weak_type", False):  # a Python number on its way through jit, which would compile again for it
+            if getattr(x, "weak_type", False):  # a Python number on its way through jit
                 return jax.device_put(np.asarray(x, aval.dtype), sharding)
             if x.sharding.is_equivalent_to(sharding, x.ndim):
                 return x

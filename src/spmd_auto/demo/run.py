@@ -105,7 +105,9 @@ def run_demo(options: DemoOptions, console: Console) -> int:
                 if not abs(losses[-1] - float(expected)) <= LOSS_TOLERANCE * abs(float(expected)):
                     failures.append(f"loss of step {index} is {losses[-1]:.5f}, on one device {float(expected):.5f}")
                 else:
-                    progress.console.print(f"  step {index}: loss {losses[-1]:.4f}, on one device {float(expected):.4f}")
+                    progress.console.print(
+                        f"  step {index}: loss {losses[-1]:.4f}, on one device {float(expected):.4f}"
+                    )
                 started = time.perf_counter()
             elif index % 10 == 9 or index == options.steps - 1:
                 speed = tokens * (index + 1 - options.check) / (time.perf_counter() - started)
@@ -122,7 +124,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         console.print(f"[red]FAILED[/]: {failure}")
     if not failures:
         console.print(
-            f"[green]all checks hold[/]: loss {losses[0]:.3f} -> {losses[-1]:.3f}; first {options.check} steps equal one "
-            "device; predicted and compiled traffic agree"
+            f"[green]all checks hold[/]: loss {losses[0]:.3f} -> {losses[-1]:.3f}; first {options.check} steps equal "
+            "one device; predicted and compiled traffic agree"
         )
     return 1 if failures else 0

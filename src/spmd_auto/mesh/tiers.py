@@ -171,9 +171,7 @@ def cluster_of(devices: list[Any] | None = None) -> Cluster:
     link = profile.inside
     per_host = len(devices) // hosts
     if hosts * per_host != len(devices):
-        raise MeshError(
-            f"{len(devices)} devices on {hosts} hosts", "every host must have the same number of devices"
-        )
+        raise MeshError(f"{len(devices)} devices on {hosts} hosts", "every host must have the same number of devices")
     inner = Tier("device", per_host, link)
     if hosts == 1:
         return Cluster(profile.chip, (inner,))

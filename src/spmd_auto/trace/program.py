@@ -89,7 +89,7 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
     """The strongly typed abstract value of an array, scalar or ShapeDtypeStruct (64-bit kept only under x64)."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    if isinstance(x, (bool, int, float, complex)):
+    if isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic):  # np.float64 is strong
         return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype), weak_type=True)
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     shape = x.shape if hasattr(x, "shape") else np.shape(x)
@@ -101,7 +101,9 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     try:
         signature = inspect.signature(fn)
-        names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names = [
+            p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
     except (TypeError, ValueError):
         names = []
     return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
@@ -232,7 +234,9 @@ def _roles(jaxpr: Any, paths: list[str], avals: list[Any], matched: list[int | N
             roles.append(Role.KEY)
         elif i not in state:
             parts = path.split("/")
-            looks_like_state = not state and ("params" in parts or parts[0] in ("params", "variables", "state", "model"))
+            looks_like_state = not state and (
+                "params" in parts or parts[0] in ("params", "variables", "state", "model")
+            )
             roles.append(Role.PARAMETER if looks_like_state else Role.BATCH)
         elif not aval.shape:
             roles.append(Role.COUNTER)
@@ -265,7 +269,9 @@ def trace(
     flat, in_tree = jax.tree_util.tree_flatten((dynamic_args, dynamic_kwargs))
     paths = [path for path, _ in _flat_paths(dynamic_args, dynamic_kwargs, names)]
     for path, leaf in zip(paths, flat, strict=True):
-        if not isinstance(leaf, (jax.ShapeDtypeStruct, bool, int, float, complex, np.generic)) and not _compat.has_shape(leaf):
+        if not isinstance(
+            leaf, (jax.ShapeDtypeStruct, bool, int, float, complex, np.generic)
+        ) and not _compat.has_shape(leaf):
             raise TraceError(
                 f"argument leaf {path!r} of {name} is a {type(leaf).__name__}, not an array",
                 "only arrays, numbers and ShapeDtypeStructs can be split over devices",
