@@ -150,14 +150,17 @@ def _latencies(analysis: Analysis) -> list[tuple[float, tuple[float, ...]]]:
     """Shares of latency: XLA combines the gradients' reductions of one loop body, and its weights' gathers.
 
     A collective on a value that has a parameter's form pays one part of the latency, of as many as there are
-    such values in its loop; activations wait for each other and pay all of it.
+    such values in its loop, and a sum to a scalar (norms) one of as many as there are scalars; activations wait
+    for each other and pay all of it.
     """
     forms, classes = analysis.forms.of, analysis.classes
     made: Counter[tuple[Site, ...]] = Counter()
+    scalars: Counter[tuple[Site, ...]] = Counter()
     read: dict[tuple[Site, ...], set[int]] = defaultdict(set)
     for op in analysis.graph.ops:
         if op.flops or op.name.startswith(("reduce_", "scatter")):
             made[op.loop] += sum(v.id in forms for v in op.results)
+            scalars[op.loop] += sum(not v.shape for v in op.results)
         if op.flops:
             read[op.loop].update(v.id for v in op.operands if v.id in forms)
 
@@ -168,6 +171,8 @@ def _latencies(analysis: Analysis) -> list[tuple[float, tuple[float, ...]]]:
     for cls in classes.ops:
         op = cls.op
         result = min((share(v, made[op.loop]) for v in op.results), default=1.0)
+        if scalars[op.loop] and not any(v.shape for v in op.results):
+            result = 1.0 / scalars[op.loop]
         out.append((result, tuple(share(v, len(read[op.loop])) for v in op.operands)))
     return out
 
