@@ -1,6 +1,6 @@
 """Predicted against compiled bytes per mesh axis, for experts' strategies on a scanned GPT and a one-hot MoE.
 
-    python benchmarks/bytes_per_axis.py [gpu] [tpu]
+python benchmarks/bytes_per_axis.py [gpu] [tpu]
 """
 
 from __future__ import annotations

@@ -41,9 +41,14 @@ class Report:
 
     def __init__(self, name: str):
         self.path = ROOT / "benchmarks" / "results" / f"{name}.txt"
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout
         dirty = subprocess.run(
-            ["git", "status", "--porcelain", "src", "tests/models", "benchmarks"], cwd=ROOT, capture_output=True, text=True
+            ["git", "status", "--porcelain", "src", "tests/models", "benchmarks"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         ).stdout
         python = ".".join(map(str, sys.version_info[:3]))
         self.lines = [

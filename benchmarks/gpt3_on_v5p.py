@@ -31,13 +31,17 @@ def main() -> int:
         start = time.perf_counter()
         plan = make_plan(program, cluster("v5p", topology="8x8x8"))
         times.append(time.perf_counter() - start)
-    report.add(f"plan: median {sorted(times)[1]:.2f} s of {', '.join(f'{t:.2f}' for t in times)}, {plan.search.states} states")
+    report.add(
+        f"plan: median {sorted(times)[1]:.2f} s of {', '.join(f'{t:.2f}' for t in times)}, {plan.search.states} states"
+    )
     report.add(plan.explain())
     report.write()
     if "--no-compile" in sys.argv:
         return 0
     verification, seconds = compile_and_read(plan, "tpu:v5p:8x8x8")
-    report.add(f"lowered, compiled and read in {seconds:.0f} s; {moved(verification) / 1e9:.2f} GB sent per device and step")
+    report.add(
+        f"lowered, compiled and read in {seconds:.0f} s; {moved(verification) / 1e9:.2f} GB sent per device and step"
+    )
     report.add(str(verification))
     memory = verification.summary.memory
     if memory is not None:

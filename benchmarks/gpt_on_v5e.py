@@ -49,7 +49,9 @@ def main() -> int:
     for name in expert_strategies(mesh):
         rows[name] = priced(program, mesh, name, analysis)
     report.add()
-    report.add(f"{'strategy':26} {'predicted':>10} {'compiled':>10} {'arguments':>10} {'temporaries':>11} {'peak':>9}  MB")
+    report.add(
+        f"{'strategy':26} {'predicted':>10} {'compiled':>10} {'arguments':>10} {'temporaries':>11} {'peak':>9}  MB"
+    )
     results = {}
     for name, candidate in rows.items():
         verification, seconds = compile_and_read(candidate, "tpu:v5e:4x4")
@@ -62,19 +64,21 @@ def main() -> int:
             f"  compiled in {seconds:.0f} s"
         )
         report.write()
-    report.add(f"{'XLA auto-sharding':26} {'':10} {XLA_MOVED / 1e6:10.1f} {XLA_ARGUMENTS / 1e6:10.1f} {XLA_TEMPORARIES / 1e6:11.1f}")
+    report.add(
+        f"{'XLA auto-sharding':26} {'':10} {XLA_MOVED / 1e6:10.1f} {XLA_ARGUMENTS / 1e6:10.1f} "
+        f"{XLA_TEMPORARIES / 1e6:11.1f}"
+    )
     ours, memory = results["found"]
 
     def total(m) -> float:
         return m.arguments + m.temporaries
 
     within = {name: b for name, (b, m) in results.items() if name != "found" and total(m) <= max(total(memory), budget)}
+    best = min(within, key=within.__getitem__) if within else "none fits"
     checks = {
         "arguments + temporaries not above XLA auto-sharding's": total(memory) <= budget,
         "fewer bytes than XLA auto-sharding": ours < XLA_MOVED,
-        f"fewer bytes than the best expert's at that memory ({min(within, key=within.__getitem__) if within else 'none fits'})": all(
-            ours < b for b in within.values()
-        ),
+        f"fewer bytes than the best expert's at that memory ({best})": all(ours < b for b in within.values()),
     }
     report.add()
     for what, holds in checks.items():

@@ -49,6 +49,4 @@ def priced(program: Program, mesh: LogicalMesh, name: str, analysis: Analysis | 
     strategy = expert_strategies(mesh)[name]
     analysis = analysis or analyse_for(program, mesh, {})
     splits = {axis: to for axis, to in strategy.splits.items() if analysis.group(axis) is not None}
-    return price_strategy(
-        program, mesh, splits, zero=strategy.zero, zero_axes=strategy.zero_axes, analysis=analysis
-    )
+    return price_strategy(program, mesh, splits, zero=strategy.zero, zero_axes=strategy.zero_axes, analysis=analysis)

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 
 Jaxpr: TypeAlias = Any  # open or closed; in jax >= 0.12 there is only one class
@@ -42,7 +41,6 @@ def call_jaxpr(eqn: Eqn) -> Jaxpr:
         if key in eqn.params and is_jaxpr(eqn.params[key]):
             return eqn.params[key]
     raise KeyError(f"{eqn.primitive.name} has no inner jaxpr")
-
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -89,7 +87,7 @@ def source_line(eqn: Eqn) -> str:
 
 def is_extended(dtype: Any) -> bool:
     """Whether a dtype is opaque to sharding arithmetic (PRNG keys)."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return jax.numpy.issubdtype(dtype, jax.dtypes.extended)
 
 
 def itemsize(aval: Any) -> int:
@@ -112,7 +110,8 @@ def has_shape(aval: Any) -> bool:
 
 
 def get_aval(x: Any) -> Any:
-    return getattr(x, "aval", None) or _core.get_aval(x)
+    aval = getattr(x, "aval", None)
+    return aval if aval is not None else jax.typeof(x)
 
 
 def axis_types_auto(count: int) -> tuple[Any, ...]:

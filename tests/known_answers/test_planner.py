@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.known_answers.toy import all_reduce, toy_mesh
-from tests.models import mlp
 
 import spmd_auto
 from spmd_auto.cost import make_report
+from tests.known_answers.toy import all_reduce, toy_mesh
+from tests.models import mlp
 
 
 def moved(layers, batch, width, mesh, **options):
@@ -62,7 +62,9 @@ def attention(params, x):
 def test_attention_forward_costs_one_all_reduce():
     """Batch 4, sequence 128, width 512, 16 heads; input and output whole, weights split by heads."""
     f32 = jnp.float32
-    params = {n: jax.ShapeDtypeStruct((512, 16, 32), f32) for n in "qkv"} | {"o": jax.ShapeDtypeStruct((16, 32, 512), f32)}
+    params = {n: jax.ShapeDtypeStruct((512, 16, 32), f32) for n in "qkv"} | {
+        "o": jax.ShapeDtypeStruct((16, 32, 512), f32)
+    }
     x = jax.ShapeDtypeStruct((4, 128, 512), f32)
     plan = spmd_auto.price(attention, params, x, mesh=toy_mesh(4), assignment={"heads": "a"})
     assert [(c.kind, c.bytes) for c in plan.report.collectives] == [("all-reduce", all_reduce(4, 1_048_576))]
@@ -70,7 +72,9 @@ def test_attention_forward_costs_one_all_reduce():
 
 def test_attention_search_is_not_worse_than_one_all_reduce_with_whole_input_and_output():
     f32 = jnp.float32
-    params = {n: jax.ShapeDtypeStruct((512, 16, 32), f32) for n in "qkv"} | {"o": jax.ShapeDtypeStruct((16, 32, 512), f32)}
+    params = {n: jax.ShapeDtypeStruct((512, 16, 32), f32) for n in "qkv"} | {
+        "o": jax.ShapeDtypeStruct((16, 32, 512), f32)
+    }
     x = jax.ShapeDtypeStruct((4, 128, 512), f32)
     plan = spmd_auto.plan(attention, params, x, mesh=toy_mesh(4))
     assert plan.report.bytes_moved <= all_reduce(4, 1_048_576)

@@ -40,7 +40,9 @@ def test_zero3_tensor_sequence_gathers_weights_once_per_layer_and_pass(target, r
     assert verification.predicted_flops == verification.found_flops
     for row in verification.rows:
         if row.found_bytes > 0.01 * plan.report.bytes_moved:
-            assert row.predicted_bytes == pytest.approx(row.found_bytes, rel=0.02 if chip.chip.platform == "gpu" else 0.05)
+            assert row.predicted_bytes == pytest.approx(
+                row.found_bytes, rel=0.02 if chip.chip.platform == "gpu" else 0.05
+            )
     (data,) = [row for row in verification.rows if row.axes == ("a",)]
     other = sum(b for kind, b in data.found.items() if kind not in ("all-gather", "reduce-scatter"))
     assert other <= 0.01 * data.found_bytes
@@ -50,7 +52,10 @@ def test_zero3_tensor_sequence_gathers_weights_once_per_layer_and_pass(target, r
     local = {
         leaf.path: leaf.bytes / 2 / 4  # bfloat16; split four ways over the model axis
         for leaf in plan.program.arguments
-        if leaf.role is Role.PARAMETER and len(leaf.shape) > 1 and "positions" not in leaf.path and "bias" not in leaf.path
+        if leaf.role is Role.PARAMETER
+        and len(leaf.shape) > 1
+        and "positions" not in leaf.path
+        and "bias" not in leaf.path
     }
     layers = sum(b for path, b in local.items() if "/layers/" in path)
     table = sum(b for path, b in local.items() if "embedding" in path)
@@ -89,6 +94,8 @@ def test_expert_parallel_moe_is_four_all_to_alls_a_layer(require_target):
 
 @pytest.mark.slow
 def test_search_finds_expert_parallelism():
-    plan = make_plan(program(**{**MOE, "width": 512, "sequence": 256, "batch": 64}), cluster("h100", hosts=2).mesh(host=2, gpu=8))
+    plan = make_plan(
+        program(**{**MOE, "width": 512, "sequence": 256, "batch": 64}), cluster("h100", hosts=2).mesh(host=2, gpu=8)
+    )
     splits = plan.axis_splits()
     assert "experts" in splits, plan

@@ -100,7 +100,9 @@ def test_parity(row, devices):
             plan = priced(program, mesh, strategy)
         assert any(any(spec) for spec in plan.placements.arguments), "nothing is split: the test would show nothing"
         lowered = plan.lower_step(donate=False)
-        flat = [jax.device_put(x, s) for x, s in zip(jax.tree.leaves((state, batch)), lowered.in_shardings, strict=True)]
+        flat = [
+            jax.device_put(x, s) for x, s in zip(jax.tree.leaves((state, batch)), lowered.in_shardings, strict=True)
+        ]
         outs = lowered.lower().compile(compiler_options=FAST)(*flat)
         loss, grads = jax.tree.unflatten(program.out_tree, outs)[1]
         assert abs(float(loss) - float(expected[0])) < 1e-9 * abs(float(expected[0]))

@@ -36,8 +36,6 @@ def compute_seconds(
         return max(flops / rate, moved / chip.memory_bandwidth, chip.overhead), flops
     if op.name in FREE:
         return 0.0, 0.0
-    values, specs = (
-        (op.operands, operand_specs) if op.name.startswith("reduce_") else (op.results, result_specs)
-    )
+    values, specs = (op.operands, operand_specs) if op.name.startswith("reduce_") else (op.results, result_specs)
     moved = sum(v.bytes * fractions[s] for v, s in zip(values, specs, strict=True))
     return FUSED_SHARE * moved / chip.memory_bandwidth, 0.0

@@ -139,9 +139,7 @@ class OperationTable:
             arranged += [(axis, index) for axis in axes]
         return arranged
 
-    def _price(
-        self, op: Op, choice: tuple[int | None, ...], around: Around, limit: float = math.inf
-    ) -> OpForm | None:
+    def _price(self, op: Op, choice: tuple[int | None, ...], around: Around, limit: float = math.inf) -> OpForm | None:
         """None if a factor is not divisible, or the compute or the operands' reshards alone cost more than `limit`."""
         arranged = self._arrange(op.rule, choice, around)
         if arranged is None:

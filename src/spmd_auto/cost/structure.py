@@ -177,9 +177,7 @@ def _latencies(analysis: Analysis) -> list[tuple[float, tuple[float, ...]]]:
     return out
 
 
-def _edges(
-    analysis: Analysis, flat: frozenset[int], latency: list[tuple[float, tuple[float, ...]]]
-) -> list[Edge]:
+def _edges(analysis: Analysis, flat: frozenset[int], latency: list[tuple[float, tuple[float, ...]]]) -> list[Edge]:
     classes = analysis.classes
     same = _common_casts(analysis)
     readers: dict[int, dict[tuple[tuple[Site, ...], int, bool], set[tuple[int, int]]]] = {}

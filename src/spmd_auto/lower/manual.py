@@ -15,7 +15,9 @@ from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.graph import Site
 
 
-def manual_op(eqn: Any, operands: list[Any], placement: Placement, logical: LogicalMesh, mesh: jax.sharding.Mesh) -> Any:
+def manual_op(
+    eqn: Any, operands: list[Any], placement: Placement, logical: LogicalMesh, mesh: jax.sharding.Mesh
+) -> Any:
     """`eqn` on shards of its operands, partial sums combined step by step."""
     assert placement.manual is not None
     name = eqn.primitive.name

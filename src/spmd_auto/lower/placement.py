@@ -205,7 +205,7 @@ def _is_manual(op: Op, form: OpForm) -> bool:
 
 
 def _steps(form: OpForm, stored: Spec) -> tuple[tuple[Step, ...], Spec]:
-    """Reductions of a form, scatters one mesh axis at a time (a joint one over a whole torus would be an all-reduce)."""
+    """Reductions of a form; scatters one mesh axis at a time (a joint one over a whole torus is an all-reduce)."""
     places = axis_places(stored)
     spec = [list(axes) for axes in form.raws[0]]
     steps: list[Step] = []

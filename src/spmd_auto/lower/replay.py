@@ -65,7 +65,7 @@ class Replay:
             return var.val if isinstance(var, _compat.Literal) else env[var]
 
         last_use = {v: i for i, e in enumerate(inner.eqns) for v in e.invars if not isinstance(v, _compat.Literal)}
-        keep = set(v for v in inner.outvars if not isinstance(v, _compat.Literal))
+        keep = {v for v in inner.outvars if not isinstance(v, _compat.Literal)}
         for index, eqn in enumerate(inner.eqns):
             with _compat.eqn_context(eqn):
                 outs = self.apply(eqn, [read(v) for v in eqn.invars], (*site, index))

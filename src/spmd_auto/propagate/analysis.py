@@ -68,6 +68,4 @@ def analyse(program: Program, pins: Mapping[int, int] | None = None, *, widen: b
         if value.shape
     )
     names = name_axes(program, graph, axes)
-    return Analysis(
-        program, graph, axes, regions, forms, classes, names, stacked, time.perf_counter() - start
-    )
+    return Analysis(program, graph, axes, regions, forms, classes, names, stacked, time.perf_counter() - start)

@@ -116,15 +116,15 @@ class SpecTable:
         return make_spec(rank, taken)
 
     @staticmethod
-    def _contest(cls: ValueClass, able: list[tuple[int, int]], axis: int, assignment: Assignment) -> int:
+    def _contest(value_class: ValueClass, able: list[tuple[int, int]], axis: int, assignment: Assignment) -> int:
         """The dimension that wins most of its pairs; the order decides a pair unless its region is flipped."""
-        pairs = {pair: k for k, pair in enumerate(itertools.combinations(range(len(cls.shape)), 2))}
+        pairs = {pair: k for k, pair in enumerate(itertools.combinations(range(len(value_class.shape)), 2))}
         wins = dict.fromkeys((d for _, d in able), 0)
         for (p, i), (q, j) in itertools.combinations(able, 2):
             pair = pairs[min(i, j), max(i, j)]
-            second = (cls.regions[pair], axis) in assignment.flips
+            second = (value_class.regions[pair], axis) in assignment.flips
             if p == q:  # one logical axis twice: which dimension is first must be the same through the region
-                second ^= cls.turned[pair]
+                second ^= value_class.turned[pair]
             wins[j if second else i] += 1
         return max(able, key=lambda entry: (wins[entry[1]], -entry[0], -entry[1]))[1]
 

@@ -126,6 +126,4 @@ def _alternate(values: list[Value], axis_of: list[tuple[int, ...]], colour: dict
                     queue.append(other)
                 elif parity[other] == parity[axis]:
                     odd_cycles.add(colour[axis])
-    return _intern(
-        {axis: (c, 0 if c in odd_cycles else parity.get(axis, 0)) for axis, c in colour.items()}
-    )
+    return _intern({axis: (c, 0 if c in odd_cycles else parity.get(axis, 0)) for axis, c in colour.items()})

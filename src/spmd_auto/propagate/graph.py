@@ -57,8 +57,8 @@ class Value:
 class Op:
     """One operation.
 
-    `trips` is how often it runs per step, `loop` the sites of the loops and branches around it, `backward` whether reverse-mode
-    differentiation made it (its cotangents' pass).
+    `trips` is how often it runs per step, `loop` the sites of the loops and branches around it, `backward`
+    whether reverse-mode differentiation made it (the cotangents' pass).
     """
 
     id: int
@@ -86,7 +86,7 @@ class Op:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Loop:
-    """The loop at `site`: values of the body's inputs and results (consts, carries, xs -> carries, ys), and its results."""
+    """The loop at `site`: values of its body's inputs (consts, carries, xs) and results (carries, ys), its results."""
 
     site: Site
     body_in: list[Value]
@@ -253,8 +253,11 @@ class _Builder:
 
     def settle(self, first_op: int) -> None:
         """Repeats dependence over the operations of a loop until its carries agree."""
-        while any([self.depend(op) for op in self.graph.ops[first_op:]]):
-            pass
+        changed = True
+        while changed:
+            changed = False
+            for op in self.graph.ops[first_op:]:
+                changed |= self.depend(op)
 
     # ---- control flow -------------------------------------------------------------------------
 

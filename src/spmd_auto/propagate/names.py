@@ -145,8 +145,6 @@ def _parameter_axes(program: Program, graph: Graph, axes: Axes, contractions: li
             for group in set(axes.of[value.id]):
                 leaves[group] += 1
                 order.setdefault(group, len(order))
-    contracted = {
-        axes.of[op.operands[k].id][d] for op in contractions for f in op.rule for k, d in f.operands
-    }
+    contracted = {axes.of[op.operands[k].id][d] for op in contractions for f in op.rule for k, d in f.operands}
     chosen = [g for g in leaves if g in contracted]
     return {g: leaves[g] for g in sorted(chosen, key=lambda g: (-leaves[g], order[g]))}

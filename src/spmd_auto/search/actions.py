@@ -44,7 +44,9 @@ def _orders(space: Space, state: Assignment) -> Iterator[Move]:
     for i, (group, axis) in enumerate(state.order):
         rest = state.order[:i] + state.order[i + 1 :]
         yield Move(
-            ("drop", group, axis), dataclasses.replace(state, order=rest), space.classes_of_group.get(group, frozenset())
+            ("drop", group, axis),
+            dataclasses.replace(state, order=rest),
+            space.classes_of_group.get(group, frozenset()),
         )
 
 
@@ -77,7 +79,7 @@ def _flips(space: Space, state: Assignment, fine: bool) -> Iterator[Move]:
 
 
 def _forms(space: Space, state: Assignment, fine: bool) -> Iterator[Move]:
-    """ZeRO 0 to 3 over one mesh axis, for all parameters or for one large group; largest or smallest dimension first."""
+    """ZeRO 0 to 3 over one mesh axis, for all parameters or one large group, largest or smallest dimension first."""
     everything = list(range(len(space.analysis.forms.groups)))
     for axis, n in enumerate(space.mesh.sizes):
         if n == 1:

@@ -1,4 +1,7 @@
-"""Beam search over assignments: small, diverse beams from several seeds.  Deterministic; its budget is counted in states."""
+"""Beam search over assignments: small, diverse beams from several seeds.
+
+Deterministic; its budget is counted in states.
+"""
 
 from __future__ import annotations
 
@@ -127,9 +130,7 @@ def _batch_like(space: Space) -> list[int]:
     return [g for g, n in free[:1] if n % count == 0]
 
 
-def _beam(
-    pricer: Pricer, space: Space, start: Priced, options: SearchOptions, clock: Clock, known: set[int]
-) -> Priced:
+def _beam(pricer: Pricer, space: Space, start: Priced, options: SearchOptions, clock: Clock, known: set[int]) -> Priced:
     beam, best, stale = [start], start, 0
     for _ in range(options.depth):
         children: list[Priced] = []

@@ -57,16 +57,12 @@ def resolve_axes(analysis: Analysis, pattern: str) -> list[int]:
     """The axis groups of a name, or of a glob such as `heads*` (layers that are not alike have axes of their own)."""
     if not any(mark in pattern for mark in "*?["):
         return [resolve_axis(analysis, pattern)]
-    found = [
-        g for g, n in analysis.names.items() if g not in analysis.stacked and fnmatch.fnmatchcase(n, pattern)
-    ]
+    found = [g for g, n in analysis.names.items() if g not in analysis.stacked and fnmatch.fnmatchcase(n, pattern)]
     return found or [resolve_axis(analysis, pattern)]
 
 
 def order(analysis: Analysis, mesh: LogicalMesh, splits: Sequence[tuple[str, str]]) -> tuple[Split, ...]:
-    return tuple(
-        (group, resolve_mesh_axis(mesh, to)) for axis, to in splits for group in resolve_axes(analysis, axis)
-    )
+    return tuple((group, resolve_mesh_axis(mesh, to)) for axis, to in splits for group in resolve_axes(analysis, axis))
 
 
 def zero(
