@@ -118,8 +118,10 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
                 )
                 placement = dataclasses.replace(placement, again=again)
             by_site[op.site] = placement
-        elif form is not None and form.reshards:
-            by_site[op.site] = _resharded(pricer.reshards, op, form, own)
+            continue
+        placement = _elementwise(pricer.reshards, op, form, own) if form is not None else None
+        if placement is not None:
+            by_site[op.site] = placement
         elif op.name in ("add", "add_any") and op.results[0].placed:
             by_site[op.site] = Placement(((),) * len(op.operands), ((own(op.results[0]),),))
     return Placements(
@@ -180,14 +182,19 @@ def _class(index: int | None) -> int:
     return index
 
 
-def _resharded(reshards: ReshardTable, op: Op, form: OpForm, own: Own) -> Placement:
-    """An elementwise operation whose result moves: computed in its form, then brought into its own spec."""
-    results = []
+def _elementwise(reshards: ReshardTable, op: Op, form: OpForm, own: Own) -> Placement | None:
+    """Constraints where the price of any other operation says that something moves; None if nothing does."""
+    operands: list[tuple[Spec, ...]] = []
+    for value, target in zip(op.operands, form.targets, strict=True):
+        stored = own(value)
+        moves = value.placed and reshards.price(value.bytes, stored, target).transfers
+        operands.append(reshards.path(stored, target) if moves else ())
+    results: list[tuple[Spec, ...]] = []
     for value, raw in zip(op.results, form.raws, strict=True):
         stored = own(value)
-        moves = value.placed and raw != stored
+        moves = value.placed and reshards.price(value.bytes, raw, stored).transfers
         results.append(reshards.path(raw, stored) if moves else ())
-    return Placement(((),) * len(op.operands), tuple(results))
+    return Placement(tuple(operands), tuple(results)) if any(operands) or any(results) else None
 
 
 def _is_manual(op: Op, form: OpForm) -> bool:

@@ -133,7 +133,8 @@ class Replay:
             if barred:
                 for i, x in zip(barred, lax.optimization_barrier([operands[i] for i in barred]), strict=True):
                     operands[i] = x
-        return self.run(_compat.call_jaxpr(eqn), operands, site)
+        with jax.named_scope("checkpoint"):  # as JAX's own lowering names it
+            return self.run(_compat.call_jaxpr(eqn), operands, site)
 
     def scan(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
         params = eqn.params
