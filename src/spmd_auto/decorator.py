@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmd_auto import _compat
@@ -162,12 +163,23 @@ class AutoSharded:
         entry = self._entry(args, kwargs)
         lowered = self._lowered(entry)
         flat, _ = self._flatten(args, kwargs)
+        if any(isinstance(x, jax.core.Tracer) for x in flat):
+            raise LoweringError(
+                f"{self.__name__} was called inside another JAX transformation (jit, grad, vmap, scan, ...)",
+                "it is a compiled program for all devices: nothing can be traced through it",
+                [
+                    f"transform first, then shard: auto_shard(jax.grad({self.__name__}))",
+                    "call the undecorated function there",
+                ],
+            )
         placed = [
             self._place(x, sharding, aval, leaf.path)
             for x, sharding, aval, leaf in zip(
                 flat, lowered.in_shardings, lowered.abstract, entry.plan.program.arguments, strict=True
             )
         ]
+        if self._donate:
+            placed = _without_aliases(placed, {i for i in entry.plan.program.replaces if i is not None})
         return jax.tree_util.tree_unflatten(entry.plan.program.out_tree, lowered.compile()(*placed))
 
     def _place(self, x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> Any:
@@ -229,6 +241,17 @@ class AutoSharded:
                 )
             shardings.append(jax.sharding.NamedSharding(mesh, by_path[name]))
         return jax.jit(create, out_shardings=jax.tree_util.tree_unflatten(tree, shardings))(*args, **kwargs)
+
+
+def _without_aliases(arrays: list[Any], donated: set[int]) -> list[Any]:
+    """Copies of arrays that are passed twice where one of the two is donated: a buffer can be given away only once."""
+    first: dict[int, int] = {}
+    out = list(arrays)
+    for i, x in enumerate(arrays):
+        k = first.setdefault(id(x), i)
+        if k != i and (i in donated or k in donated):
+            out[i] = jax.device_put(jnp.copy(x), x.sharding)
+    return out
 
 
 def _frozen(first: Plan, program: Program) -> dict[str, Any]:

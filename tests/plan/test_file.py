@@ -111,7 +111,8 @@ _, step, state, batch = gpt.make(width=32, sequence=16, vocab=64)
 program = trace(step, state, batch)
 found = make_plan(program, MESH, pins={"positions": P()}, search=SEARCH)
 loaded = Plan.load(sys.argv[1], step, state, batch)
-print(program.fingerprint, found.lowered_hash(), loaded.lowered_hash(), found.priced.assignment == loaded.priced.assignment)
+equal = found.priced.assignment == loaded.priced.assignment
+print(program.fingerprint, found.lowered_hash(), loaded.lowered_hash(), equal)
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import hashlib
 import inspect
 import re
@@ -98,6 +99,10 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
+def _title(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     try:
         signature = inspect.signature(fn)
@@ -144,7 +149,7 @@ def static_arguments(
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     kinds = {p.kind for p in parameters}
-    title = getattr(fn, "__name__", type(fn).__name__)
+    title = _title(fn)
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
         for number in numbers:
             if not -len(positional) <= number < len(positional):
@@ -248,6 +253,37 @@ def _roles(jaxpr: Any, paths: list[str], avals: list[Any], matched: list[int | N
     return roles
 
 
+class _Watched:
+    """A function that refuses to lose what it changes in its arguments: objects (nnx modules) changed in place.
+
+    JAX gives the function copies of its arguments, so that only what is returned lasts.
+    """
+
+    def __init__(self, fn: Callable[..., Any], names: frozenset[str]):
+        functools.update_wrapper(self, fn)
+        self.fn, self.names = fn, names
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(_argument_names(self.fn, len(args)), args, strict=True)) | kwargs
+        objects = {
+            name: x
+            for name, x in arguments.items()
+            if name in self.names and not isinstance(x, (dict, list, tuple)) and not jax.tree_util.all_leaves([x])
+        }
+        before = {name: jax.tree_util.tree_leaves(x) for name, x in objects.items()}
+        out = self.fn(*args, **kwargs)
+        returned = {id(x) for x in jax.tree_util.tree_leaves(out)}
+        for name, x in objects.items():
+            for (path, now), then in zip(jax.tree_util.tree_leaves_with_path(x), before[name], strict=False):
+                if now is not then and not isinstance(then, jax.ShapeDtypeStruct) and id(now) not in returned:
+                    raise TraceError(
+                        f"{_title(self.fn)} changes {_join(name, path)!r} in place and does not return it",
+                        "a step gets copies of its arguments: only what it returns lasts",
+                        [f"return {name} too, and go on with what the step returns"],
+                    )
+        return out
+
+
 def trace(
     fn: Callable[..., Any],
     *args: Any,
@@ -260,7 +296,7 @@ def trace(
     Raises:
       TraceError: `fn` fails under tracing (the original error is its cause).
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = _title(fn)
     static_argnums, static_argnames = static_arguments(fn, static_argnums, static_argnames)
     static = set(static_argnums)
     dynamic_args = tuple(a for i, a in enumerate(args) if i not in static)
@@ -284,10 +320,13 @@ def trace(
         if i < len(args):
             full_args.insert(i, args[i])
     static_kwargs = {k: v for k, v in kwargs.items() if k in static_argnames}
+    watched = _Watched(fn, frozenset(names) | frozenset(dynamic_kwargs))
     try:
-        traced = jax.jit(fn, static_argnums=static_argnums, static_argnames=static_argnames).trace(
+        traced = jax.jit(watched, static_argnums=static_argnums, static_argnames=static_argnames).trace(
             *full_args, **a_kwargs, **static_kwargs
         )
+    except TraceError:
+        raise
     except Exception as error:
         raise TraceError(
             f"{name} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
