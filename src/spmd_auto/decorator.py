@@ -77,8 +77,9 @@ class AutoSharded:
         return self.plan(*args, **kwargs).explain(path)
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        static = tuple(args[i] for i in self._static_argnums if i < len(args))
-        named = tuple((k, kwargs[k]) for k in self._static_argnames if k in kwargs)
+        # with their types: 1, 1.0 and True are equal, but trace differently
+        static = tuple((type(args[i]), args[i]) for i in self._static_argnums if i < len(args))
+        named = tuple((k, type(kwargs[k]), kwargs[k]) for k in self._static_argnames if k in kwargs)
         flat, tree = self._flatten(args, kwargs)
         return tree, static, named, tuple(_shape_dtype(x) for x in flat)
 
@@ -109,7 +110,7 @@ class AutoSharded:
         first = self._first_plan()
         if first is not None:  # the state's specs are frozen by the first plan
             mesh = first.mesh
-            pins |= _frozen(first, program)
+            pins = _frozen(first, program) | pins  # the user's own pins come last: they win
         plan = make_plan(program, mesh, pins=pins, memory=self._memory, search=self._search)
         logger.info(
             "%r found in %.2f s (%d states)%s",
@@ -286,7 +287,9 @@ def _tail(path: str) -> str:
 
 
 def _shape_dtype(x: Any) -> tuple[Any, ...]:
-    if isinstance(x, (bool, int, float, complex)):
+    if isinstance(x, (float, complex)):  # 2.0 keeps a bfloat16 array bfloat16, a float32 array of 2 does not
+        return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), "weak"
+    if isinstance(x, (bool, int)):
         return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
     shape = tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype

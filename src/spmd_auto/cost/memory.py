@@ -124,7 +124,7 @@ class MemoryTable:
         return float(self.arguments @ fractions + self.temporaries(fractions, transient))
 
     def temporaries(self, fractions: np.ndarray, transient: np.ndarray) -> float:
-        extra = np.where(self.row_op >= 0, transient[self.row_op], 0.0)
+        extra = np.append(transient, 0.0)[self.row_op]  # -1, no operation of a class, is the last entry
         return float(np.max(self.rows @ fractions + extra))
 
     def report(self, fractions: np.ndarray, transient: np.ndarray) -> MemoryReport:

@@ -20,8 +20,15 @@ from spmd_auto.propagate.assignment import axis_places, make_spec
 from spmd_auto.propagate.factors import Kind, Rule
 from spmd_auto.propagate.graph import Op
 
-# Operations that lowering can write out as a manual `shard_map` with staged reductions.
-STAGEABLE = ("dot_general", "gather", "scatter-add", "reduce_sum")
+def stageable(op: Op) -> bool:
+    """Whether lowering can write an operation out as a manual `shard_map` with staged reductions.
+
+    A gather only if it indexes one dimension.
+    """
+    if op.name == "gather":
+        numbers = op.eqn.params["dimension_numbers"]
+        return len(numbers.collapsed_slice_dims) == 1 and len(numbers.start_index_map) == 1
+    return op.name in ("dot_general", "scatter-add", "reduce_sum")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,7 +220,7 @@ class OperationTable:
         order = [a for axes in wanted for a in axes]
         scattered = sorted((a for a in partial if a in place and a not in current), key=order.index)
         made: list[Transfer] = []
-        if op.name not in STAGEABLE:
+        if not stageable(op):
             # said by a constraint: one joint scatter over one dimension, its axes in the order of the mesh;
             # XLA makes a full all-reduce and slices otherwise
             if len({place[a] for a in scattered}) > 1 or scattered != sorted(scattered):

@@ -161,6 +161,12 @@ class Pricer:
         together = sum([t.seconds for t in shared])
         return together * group.trips, shared, True
 
+    def op_seconds(self, op_class: int, form: OpForm) -> float:
+        """Seconds per step of an operation class, without its operands' reshards and its sums' reductions."""
+        seconds = self.analysis.classes.ops[op_class].trips * form.after
+        alone = self.structure.alone.get(op_class)
+        return seconds + alone * sum([t.seconds for t in form.reductions]) if alone else seconds
+
     def fused_seconds(self, specs: Sequence[Spec]) -> float:
         return sum(s * self.reshards.fractions[specs[c]] for c, s in self._flat_seconds.items())
 
@@ -186,7 +192,7 @@ class Pricer:
         for i in self.structure.active:
             form = forms[i]
             assert form is not None
-            seconds += ops[i].trips * form.after
+            seconds += self.op_seconds(i, form)
             transient[i] = form.transient
         fractions = np.array([self.reshards.fractions[spec] for spec in specs])
         key = 0
@@ -238,7 +244,7 @@ class Pricer:
         specs = list(old)
         fractions = parent.fractions.copy()
         seconds = parent.seconds
-        structure, ops, share = self.structure, self.analysis.classes.ops, self.reshards.fractions
+        structure, share = self.structure, self.reshards.fractions
         op_ids: set[int] = set()
         edge_ids: set[int] = set()
         for c, spec in changed:
@@ -258,10 +264,10 @@ class Pricer:
                 continue
             assert before is not None
             transient[i] = form.transient
-            seconds += ops[i].trips * (form.after - before.after)
+            seconds += self.op_seconds(i, form) - self.op_seconds(i, before)
             if form.targets != before.targets:
                 edge_ids.update(structure.edges_of_op.get(i, ()))
-            if form.reductions != before.reductions:
+            if form.reductions != before.reductions or form.raws != before.raws:
                 sum_ids.update(structure.sums_of_op.get(i, ()))
             forms[i] = form
         for i in edge_ids:

@@ -81,7 +81,7 @@ def make_report(pricer: Pricer, priced: Priced) -> PriceReport:
     found: list[Collective] = []
 
     def add(transfers: Iterable[Transfer], trips: int, where: str, source: str) -> None:
-        for t in transfers:
+        for t in transfers if trips else ():
             axes = tuple(pricer.mesh.names[a] for a in t.axes)
             found.append(Collective(t.kind, axes, t.bytes * trips, t.seconds * trips, trips, where, source))
 
@@ -90,8 +90,9 @@ def make_report(pricer: Pricer, priced: Priced) -> PriceReport:
         assert form is not None
         compute += cls.trips * form.compute
         flops += cls.trips * form.flops
-        moves = form.reshards if structure.share_sum[i] > 1 else (*form.reductions, *form.reshards)
-        add(moves, cls.trips, f"result of {cls.op.name}", cls.op.source)
+        where = f"result of {cls.op.name}"
+        add(form.reshards, cls.trips, where, cls.op.source)
+        add(form.reductions, structure.alone.get(i, cls.trips if structure.share_sum[i] == 1 else 0), where, cls.op.source)
     for i, edge in enumerate(structure.edges):
         op = ops[edge.consumers[0][0]].op
         add(pricer.edge_transfers(i, priced.specs, priced.forms), edge.trips, f"operand of {op.name}", op.source)

@@ -65,7 +65,8 @@ class Structure:
       flat_bytes: value class -> bytes that flat operations move, times trips, unsplit.
       edges, sums: see `Edge`, `SumGroup`.
       trees: every occurrence of a sum group in the program.
-      share_sum: per operation class, how many leaves its sum group has (1: none).
+      share_sum: per operation class, how many leaves its largest sum group has (1: none).
+      alone: operation class -> trips of those operations that belong to no sum, where others of the class do.
       share_operands: per operation class and operand, among how many contractions a reshard is shared.
       latency: per operation class the share of the latency that collectives on its results and operands pay.
     """
@@ -77,6 +78,7 @@ class Structure:
     sums: list[SumGroup]
     trees: list[SumTree]
     share_sum: list[int]
+    alone: dict[int, int]
     share_operands: list[tuple[int, ...]]
     latency: list[tuple[float, tuple[float, ...]]]
     edges_of_value: dict[int, list[int]]
@@ -93,9 +95,12 @@ def build_structure(analysis: Analysis) -> Structure:
     edges = _edges(analysis, flat, latency)
     sums, trees = _sums(analysis)
     share_sum = [1] * len(classes.ops)
+    in_sums: Counter[int] = Counter()
     for group in sums:
         for c, _ in group.leaves:
-            share_sum[c] = len(group.leaves)
+            share_sum[c] = max(share_sum[c], len(group.leaves))
+            in_sums[c] += group.trips
+    alone = {c: classes.ops[c].trips - n for c, n in in_sums.items() if classes.ops[c].trips > n}
     share = [[1] * len(c.operands) for c in classes.ops]
     for edge in edges:
         heavy = [(c, k) for c, k in edge.consumers if classes.ops[c].op.flops]
@@ -123,6 +128,7 @@ def build_structure(analysis: Analysis) -> Structure:
         sums,
         trees,
         share_sum,
+        alone,
         [tuple(s) for s in share],
         latency,
         edges_of_value,

@@ -114,6 +114,11 @@ def _combine(out: Any, steps: tuple[Step, ...], logical: LogicalMesh) -> Any:
     return out
 
 
+def _wide(indices: Any) -> Any:
+    """Indices in a type that holds every row number: a uint8 token can't be compared with a table of 512 rows."""
+    return indices.astype(jnp.int32) if jnp.iinfo(indices.dtype).bits < 32 else indices
+
+
 def _first_row(table: Any, dim: int, split: tuple[int, ...], logical: LogicalMesh) -> Any:
     """Global index of the first row that this device holds of a dimension split over mesh axes."""
     position = 0
@@ -130,6 +135,7 @@ def _local_gather(eqn: Any, global_shape: tuple[int, ...], placement: Placement,
     column = numbers.start_index_map.index(dim)
 
     def local(table: Any, indices: Any) -> Any:
+        indices = _wide(indices)
         rows = indices[..., column]
         if params["mode"] == lax.GatherScatterMode.CLIP:
             rows = jnp.clip(rows, 0, global_shape[dim] - 1)
@@ -154,10 +160,12 @@ def _local_scatter_add(eqn: Any, global_shape: tuple[int, ...], placement: Place
     columns = [
         (column, dim, placement.targets[0][dim])
         for column, dim in enumerate(numbers.scatter_dims_to_operand_dims)
-        if placement.targets[0][dim]
+        # an indexed window that covers its whole dimension starts at 0 on every device's own piece
+        if placement.targets[0][dim] and dim in numbers.inserted_window_dims
     ]
 
     def local(table: Any, indices: Any, updates: Any) -> Any:
+        indices = _wide(indices)
         zeros = jnp.zeros_like(table)
         if not columns:
             return _compat.bind(eqn, (zeros, indices, updates))[0]
@@ -180,7 +188,7 @@ def _outside(eqn: Any, operands: list[Any], out: Any) -> Any:
         return out
     numbers = params["dimension_numbers"]
     dim = numbers.collapsed_slice_dims[0]
-    rows = operands[1][..., numbers.start_index_map.index(dim)]
+    rows = _wide(operands[1])[..., numbers.start_index_map.index(dim)]
     inside = (rows >= 0) & (rows < operands[0].shape[dim])
     inside = jnp.expand_dims(inside, [d for d in range(out.ndim) if d in numbers.offset_dims])
     fill = params["fill_value"]

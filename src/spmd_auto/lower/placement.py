@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from spmd_auto.cost.operation import STAGEABLE, OpForm
+from spmd_auto.cost.operation import OpForm, stageable
 from spmd_auto.cost.pricer import Priced, Pricer
 from spmd_auto.cost.reshard import ReshardTable, gather_steps
 from spmd_auto.cost.structure import SumTree, reads_stored
@@ -98,9 +98,11 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
 
     sums: dict[Site, DeferredSum] = {}
     pending: set[Site] = set()
+    between: set[Site] = set()  # evaluated inside their sum's manual operation: nothing to constrain
     for tree in structure.trees:
         if pricer.sum_group(tree.group, priced.forms)[2]:
             sums[graph.ops[tree.root].site] = _deferred_sum(pricer, priced, tree, own)
+            between.update(graph.ops[i].site for i in tree.between)
             pending.update(graph.ops[i].site for i in (*tree.leaves, *tree.between))
     by_site: dict[Site, Placement] = {}
     for op in graph.ops:
@@ -108,6 +110,8 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         if index is None or op.eqn is None:
             continue
         form = priced.forms[index]
+        if op.site in between:
+            continue
         if form is not None and (op.cuts_regions or op.name.startswith("reduce_")):
             placement = _cut_point(pricer.reshards, op, form, own, op.site in pending)
             if op.backward:
@@ -161,7 +165,8 @@ def _deferred_sum(pricer: Pricer, priced: Priced, tree: SumTree, own: Own) -> De
     graph, classes = pricer.analysis.graph, pricer.analysis.classes
     leaves: dict[Site, tuple[Spec, ...]] = {}
     for i in tree.leaves:
-        form = priced.forms[_class(classes.of_op[i])]
+        index = classes.of_op[i]
+        form = priced.forms[index] if index is not None else None
         assert form is not None
         leaves[graph.ops[i].site] = form.targets
     # any leaf tells where the sum goes; its dimensions are permuted into the root's
@@ -175,11 +180,6 @@ def _deferred_sum(pricer: Pricer, priced: Priced, tree: SumTree, own: Own) -> De
         tuple(reduced[d] for d in permutation),
         own(graph.ops[tree.root].results[0]),
     )
-
-
-def _class(index: int | None) -> int:
-    assert index is not None
-    return index
 
 
 def _elementwise(reshards: ReshardTable, op: Op, form: OpForm, own: Own) -> Placement | None:
@@ -198,17 +198,8 @@ def _elementwise(reshards: ReshardTable, op: Op, form: OpForm, own: Own) -> Plac
 
 
 def _is_manual(op: Op, form: OpForm) -> bool:
-    """Whether the operation is written out by hand.
-
-    A contraction or scatter-add with partial sums always is; a reduction only if a constraint can't say it
-    (several collectives); a gather if it indexes one dimension.
-    """
-    if op.name == "gather":
-        numbers = op.eqn.params["dimension_numbers"]
-        return len(numbers.collapsed_slice_dims) == 1 and len(numbers.start_index_map) == 1
-    if op.name == "reduce_sum":
-        return len(form.reductions) > 1
-    return op.name in STAGEABLE
+    """Whether an operation with partial sums is written out by hand; a reduction only if a constraint can't say it."""
+    return stageable(op) and (op.name != "reduce_sum" or len(form.reductions) > 1)
 
 
 def _steps(form: OpForm, stored: Spec) -> tuple[tuple[Step, ...], Spec]:

@@ -80,7 +80,8 @@ class Replay:
         if name in ("remat2", "checkpoint"):
             return self.remat(eqn, operands, site)
         if name in CALLS:
-            return self.run(_compat.call_jaxpr(eqn), operands, site)
+            operands = self.user_shardings(eqn, "in_shardings", operands)
+            return self.user_shardings(eqn, "out_shardings", self.run(_compat.call_jaxpr(eqn), operands, site))
         if name == "scan":
             return self.scan(eqn, operands, site)
         if name == "while":
@@ -187,6 +188,8 @@ class Replay:
         return [self._carried(x, spec) for x, spec in zip(final, specs.results, strict=True)]
 
     def cond(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
+        if eqn.params.get("branches_platforms"):  # other platforms' branches must not be lowered at all
+            return _compat.bind(eqn, operands)
         index, rest = operands[0], operands[1:]
 
         def branch(k: int) -> Any:
@@ -200,17 +203,37 @@ class Replay:
 
         return list(lax.switch(index, [branch(k) for k in range(len(eqn.params["branches"]))], *rest))
 
+    def user_shardings(self, eqn: Any, side: str, values: list[Any]) -> list[Any]:
+        """Values under the shardings that a jit inside the step was given."""
+        shardings = eqn.params.get(side) or ()
+        out = list(values)
+        for k, sharding in enumerate(shardings):
+            if isinstance(sharding, NamedSharding):
+                sharding = self.of_user(sharding, _compat.source_line(eqn))
+                out[k] = lax.with_sharding_constraint(out[k], sharding)
+        return out
+
     def user_constraint(self, eqn: Any, operand: Any) -> Any:
         """A `with_sharding_constraint` of the user: kept, on the plan's mesh if it has the same axes."""
         sharding = eqn.params["sharding"]
         if isinstance(sharding, NamedSharding):
-            axes = set(map(str, sharding.mesh.axis_names))
-            used = {a for entry in sharding.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
-            if used <= set(self.logical.names):
-                return lax.with_sharding_constraint(operand, NamedSharding(self.mesh, sharding.spec))
+            return lax.with_sharding_constraint(operand, self.of_user(sharding, _compat.source_line(eqn)))
+        return _compat.bind(eqn, [operand])[0]
+
+    def of_user(self, sharding: NamedSharding, source: str) -> NamedSharding:
+        """A sharding that the user wrote, on the plan's mesh.
+
+        Raises:
+          LoweringError: it uses a mesh axis that the plan's mesh does not have, or has in another size.
+        """
+        free = jax.sharding.PartitionSpec.UNCONSTRAINED
+        entries = [entry for entry in sharding.spec if entry is not None and entry is not free]
+        used = sorted({a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)})
+        theirs, ours = dict(sharding.mesh.shape), dict(self.mesh.shape)
+        if any(theirs[a] != ours.get(a) for a in used):
             raise LoweringError(
-                f"with_sharding_constraint at {_compat.source_line(eqn)} uses the mesh axes {sorted(used)}",
-                f"the plan's mesh has {self.logical.names}, the constraint's mesh has {sorted(axes)}",
+                f"a sharding of the step ({sharding.spec} at {source}) uses the mesh axes {used}",
+                f"the plan's mesh is {ours}, the one of the sharding {theirs}",
                 ["give that mesh to auto_shard: @auto_shard(mesh=mesh)", "remove the constraint"],
             )
-        return _compat.bind(eqn, [operand])[0]
+        return NamedSharding(self.mesh, sharding.spec, memory_kind=sharding.memory_kind)

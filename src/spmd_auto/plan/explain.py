@@ -11,9 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from spmd_auto.cost.report import make_report
 from spmd_auto.errors import StrategyError
 from spmd_auto.plan.plan import Plan
 from spmd_auto.propagate.assignment import Assignment
+from spmd_auto.search.refine import refine
 
 WIDTH = 110
 
@@ -70,11 +72,10 @@ def choices(plan: Plan) -> list[Choice]:
         forms = sorted({key[1].name.lower() for key, splits in assignment.forms if any(s[1] == axis_index for s in splits)})
         kept = tuple(entry for entry in kept if entry[1])
         alternatives.append(("ZeRO: " + ", ".join(forms), axis, dataclasses.replace(assignment, forms=kept)))
-    from spmd_auto.cost.report import make_report
-
+    refined = plan.search.states > 1  # a plan found by search is refined; so is what it is compared with
     out = []
     for what, given, other in alternatives:
-        priced = plan.pricer.price(other)
+        priced = refine(plan.pricer, plan.pricer.price(other)) if refined else plan.pricer.price(other)
         moved = make_report(plan.pricer, priced).bytes_moved
         out.append(
             Choice(

@@ -62,6 +62,11 @@ def analyse_for(program: Program, mesh: LogicalMesh, pinned: Mapping[int, Spec])
     return analyse(program, pins, widen=mesh.chip.platform == "cpu")
 
 
+def devices_of(mesh: object) -> list[Any] | None:
+    """The devices of a jax Mesh in its order; None for a mesh that names none."""
+    return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
 def make_plan(
     program: Program,
     mesh: MeshLike = None,
@@ -108,7 +113,7 @@ def make_plan(
     # the search adds up changes: priced anew, a plan has the very price that its file gives when it is loaded
     priced = pricer.assemble(priced.assignment, priced.specs, priced.forms)
     record = SearchRecord(states, time.perf_counter() - start, clock.stopped, len(meshes))
-    plan = Plan(pricer, priced, record)
+    plan = Plan(pricer, priced, record, devices_of(mesh))
     if priced.memory > pricer.budget:
         raise _does_not_fit(plan)
     return plan
@@ -186,7 +191,7 @@ def price_strategy(
         assignment = strategies.build(analysis, logical, splits, zero_stage=zero, zero_axes=zero_axes)
     pricer = Pricer(analysis, logical, budget_for(logical, memory), list(pinned.values()))
     priced = pricer.price(assignment)
-    return Plan(pricer, refine(pricer, priced) if refined else priced, SearchRecord(states=1))
+    return Plan(pricer, refine(pricer, priced) if refined else priced, SearchRecord(states=1), devices_of(mesh))
 
 
 def _check_axis(analysis: Analysis, mesh: LogicalMesh, axis: str, to: str) -> None:

@@ -32,8 +32,15 @@ class SearchRecord:
 class Plan:
     """A strategy for one program on one mesh, with its price. Immutable; made by `plan`, `price` or `Plan.load`."""
 
-    def __init__(self, pricer: Pricer, priced: Priced, record: SearchRecord = SearchRecord()):  # noqa: B008
-        self.pricer, self.priced, self.search = pricer, priced, record
+    def __init__(
+        self,
+        pricer: Pricer,
+        priced: Priced,
+        record: SearchRecord | None = None,
+        devices: Sequence[Any] | None = None,
+    ):
+        self.pricer, self.priced, self.search = pricer, priced, record or SearchRecord()
+        self.devices = devices  # those of the jax Mesh that the user gave, in its order
 
     # ---- what it is ---------------------------------------------------------------------------
 
@@ -82,7 +89,7 @@ class Plan:
 
     def shardings(self, mesh: jax.sharding.Mesh | None = None) -> Any:
         """NamedShardings of all arguments, as the pytree `(args, kwargs)`."""
-        mesh = mesh if mesh is not None else self.mesh.build()
+        mesh = mesh if mesh is not None else self.mesh.build(self.devices)
         flat = [jax.sharding.NamedSharding(mesh, spec) for spec in self.specs.values()]
         return jax.tree_util.tree_unflatten(self.program.in_tree, flat)
 
@@ -107,7 +114,7 @@ class Plan:
 
     def lower_step(self, mesh: jax.sharding.Mesh | None = None, donate: bool = True) -> LoweredStep:
         """The jitted flat step on a jax mesh (default: this process' devices)."""
-        return lower_step(self.program, self.placements, mesh if mesh is not None else self.mesh.build(), donate)
+        return lower_step(self.program, self.placements, mesh if mesh is not None else self.mesh.build(self.devices), donate)
 
     def lowered_hash(self, mesh: jax.sharding.Mesh | None = None) -> str:
         """Digest of the lowered program; equal plans give equal hashes, in any process."""

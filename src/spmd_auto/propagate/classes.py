@@ -100,7 +100,7 @@ def find_classes(graph: Graph, axes: Axes, regions: Regions, forms: ParameterFor
 
 def _used_values(graph: Graph) -> set[int]:
     """Values that a result depends on; XLA drops the rest (the loss of a step that returns only its gradients)."""
-    used = {v.id for v in graph.results}
+    used = {v.id for v in (*graph.results, *graph.roots)}
     while True:
         before = len(used)
         for op in reversed(graph.ops):

@@ -14,7 +14,7 @@ import math
 
 from spmd_auto.propagate.axes import Axes
 from spmd_auto.propagate.factors import Kind
-from spmd_auto.propagate.graph import OPTIMIZER, OTHER, PARAMETER, Graph, Op
+from spmd_auto.propagate.graph import OPTIMIZER, PARAMETER, Graph, Op
 from spmd_auto.propagate.unionfind import UnionFind
 from spmd_auto.trace import Program, Role
 
@@ -73,7 +73,7 @@ def find_forms(program: Program, graph: Graph, axes: Axes) -> ParameterForms:
             continue
         if value.depends & ~PARAMETER == 0:
             form = Form.STORED
-        elif value.depends & (OPTIMIZER | OTHER):
+        elif value.depends & OPTIMIZER:
             form = Form.OPTIMIZER
         else:
             form = Form.GRADIENT

@@ -108,7 +108,10 @@ class Unknown:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Graph:
-    """The flat program: values, operations, loops, and where each equation went (`by_site`)."""
+    """The flat program: values, operations, loops, and where each equation went (`by_site`).
+
+    `roots` are used though no result is made of them: predicates, and operands of effects.
+    """
 
     values: list[Value] = dataclasses.field(default_factory=list)
     ops: list[Op] = dataclasses.field(default_factory=list)
@@ -116,6 +119,7 @@ class Graph:
     results: list[Value] = dataclasses.field(default_factory=list)
     loops: dict[Site, Loop] = dataclasses.field(default_factory=dict)
     by_site: dict[Site, Op] = dataclasses.field(default_factory=dict)
+    roots: list[Value] = dataclasses.field(default_factory=list)
     unknown: dict[str, Unknown] = dataclasses.field(default_factory=dict)
     signatures: int = 0
 
@@ -181,6 +185,9 @@ class _Builder:
         if handler is not None:
             return handler(self, eqn, operands, trips, site)
         results = [self.value(v.aval) for v in eqn.outvars]
+        if not results:  # an effect: it has nothing to split, and keeps its operands in use
+            self.graph.roots += operands
+            return results
         self.emit(name, operands, results, trips, site, None, eqn)
         return results
 
@@ -297,7 +304,7 @@ class _Builder:
         carry = [self.value(v.aval) for v in eqn.outvars]
         for source, target in zip(start, carry, strict=True):
             self.link("carry_in", source, target, 0, 0, trips, site)
-        self.run(p["cond_jaxpr"], [*operands[:c], *carry], trips, (*site, 0))
+        self.graph.roots += self.run(p["cond_jaxpr"], [*operands[:c], *carry], trips, (*site, 0))
         body_out = self.run(p["body_jaxpr"], [*operands[c : c + b], *carry], trips, (*site, 1))
         results = [self.value(v.aval) for v in eqn.outvars]
         self.graph.loops[site] = Loop(site, carry, body_out, results, 0, len(carry), 1)
@@ -310,6 +317,7 @@ class _Builder:
 
     def cond(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
         """Every branch counts as taken: an upper bound of its price."""
+        self.graph.roots.append(operands[0])
         results = [self.value(v.aval) for v in eqn.outvars]
         outer = self.loop
         for k, branch in enumerate(eqn.params["branches"]):

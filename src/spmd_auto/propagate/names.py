@@ -31,6 +31,7 @@ def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
         for leaf, value in zip(program.arguments, graph.arguments, strict=True)
         if leaf.role is Role.BATCH and value.shape
     ]
+    batch_leaves.sort(key=lambda entry: -entry[0].bytes)  # stable; a key or a mask is not what batch is named after
     for _, value in batch_leaves:  # behind the loop of a step that scans over micro-batches
         free = [g for g in axes.of[value.id] if names.get(g) != "layers"]
         if free:

@@ -17,7 +17,7 @@ GAIN = 1e-9  # a switch must save this share of the step
 
 def refine(pricer: Pricer, priced: Priced, rounds: int = ROUNDS) -> Priced:
     """A price at most as high, with the same specs. Within the memory budget if `priced` was."""
-    specs, structure, ops = priced.specs, pricer.structure, pricer.analysis.classes.ops
+    specs, structure = priced.specs, pricer.structure
     forms, edges, sums = list(priced.forms), list(priced.edge_seconds), list(priced.sum_seconds)
     seconds = priced.seconds
     choices = {i: pricer.forms(i, specs) for i in structure.active}
@@ -35,7 +35,7 @@ def refine(pricer: Pricer, priced: Priced, rounds: int = ROUNDS) -> Priced:
         for i, form in switch.items():
             old = forms[i]
             assert old is not None
-            delta += ops[i].trips * (form.after - old.after)
+            delta += pricer.op_seconds(i, form) - pricer.op_seconds(i, old)
             edge_ids.update(structure.edges_of_op.get(i, ()))
             sum_ids.update(structure.sums_of_op.get(i, ()))
             forms[i] = form

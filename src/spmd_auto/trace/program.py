@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd_auto import _compat
 from spmd_auto.errors import TraceError
-from spmd_auto.trace.reach import is_cotangent, reaches
+from spmd_auto.trace.reach import reaches, updates
 
 
 class Role(enum.Enum):
@@ -174,9 +174,14 @@ def static_arguments(
 
 
 def _match_state(
-    in_paths: list[str], in_avals: list[Any], out_paths: list[str], out_avals: list[Any], arguments: list[str]
+    jaxpr: Any,
+    in_paths: list[str],
+    in_avals: list[Any],
+    out_paths: list[str],
+    out_avals: list[Any],
+    arguments: list[str],
 ) -> list[int | None]:
-    """Which argument each result replaces: a result subtree with the paths, shapes and dtypes of a whole argument.
+    """Which argument each result looks like: a result subtree with the paths, shapes and dtypes of a whole argument.
 
     Tried for the result itself, its elements and theirs, in order, each argument at most once.
     A bare array is never taken for state: a function of x often returns something of x's shape, and a
@@ -201,6 +206,7 @@ def _match_state(
         if any(replaces[o] is not None for o in outs):
             continue
         want = signature([out_paths[o] for o in outs], [out_avals[o] for o in outs], prefix)
+        alike = []
         for name in free:
             ins = groups[name]
             if in_paths[ins[0]] == name:
@@ -208,24 +214,42 @@ def _match_state(
             if signature([in_paths[i] for i in ins], [in_avals[i] for i in ins], name) == want and any(
                 in_avals[i].shape for i in ins
             ):
-                for o, i in zip(outs, ins, strict=True):
-                    replaces[o] = i
-                free.remove(name)
-                break
+                alike.append(name)
+        if not alike:
+            continue
+        chosen = next((n for n in alike if len(alike) > 1 and _is_update(jaxpr, outs, groups[n])), alike[0])
+        for o, i in zip(outs, groups[chosen], strict=True):
+            replaces[o] = i
+        free.remove(chosen)
     return replaces
 
 
-def _without_gradients(jaxpr: Any, matched: list[int | None], paths: list[str]) -> list[int | None]:
-    """`matched` without arguments all of whose results come straight out of differentiation.
+def _is_update(jaxpr: Any, outs: list[int], ins: list[int]) -> bool:
+    """Whether results are the next values of arguments: each array is an elementwise update of its own argument.
 
-    The gradient of a tree of parameters looks like the new parameters; but the caller still needs the old ones.
+    The gradient of a tree of parameters looks like new parameters, and a teacher like its student; but the
+    caller still needs those.  Counters and keys may be made anew.
     """
+    inner = _compat.open_jaxpr(jaxpr)
+    arrays = [
+        (o, i)
+        for o, i in zip(outs, ins, strict=True)
+        if inner.invars[i].aval.shape and not _compat.is_extended(inner.invars[i].aval.dtype)
+    ]
+    return bool(arrays) and all(i in updates(jaxpr, o) for o, i in arrays)
+
+
+def _only_updates(jaxpr: Any, matched: list[int | None], paths: list[str]) -> list[int | None]:
+    """`matched` without the arguments whose results are no updates of them."""
     arguments: dict[str, list[int]] = {}
     for o, i in enumerate(matched):
         if i is not None:
             arguments.setdefault(paths[i].split("/")[0], []).append(o)
-    gradients = {o for outs in arguments.values() if all(is_cotangent(jaxpr, o) for o in outs) for o in outs}
-    return [None if o in gradients else i for o, i in enumerate(matched)]
+    kept: set[int] = set()
+    for outs in arguments.values():
+        if _is_update(jaxpr, outs, [i for o in outs if (i := matched[o]) is not None]):
+            kept.update(outs)
+    return [i if o in kept else None for o, i in enumerate(matched)]
 
 
 def _roles(jaxpr: Any, paths: list[str], avals: list[Any], matched: list[int | None]) -> list[Role]:
@@ -341,8 +365,8 @@ def trace(
     jaxpr = traced.jaxpr
     in_avals = [v.aval for v in _compat.open_jaxpr(jaxpr).invars]
     out_avals = [v.aval for v in _compat.open_jaxpr(jaxpr).outvars]
-    matched = _match_state(paths, in_avals, out_paths, out_avals, names + list(dynamic_kwargs))
-    replaces = _without_gradients(jaxpr, matched, paths)
+    matched = _match_state(jaxpr, paths, in_avals, out_paths, out_avals, names + list(dynamic_kwargs))
+    replaces = _only_updates(jaxpr, matched, paths)
     roles = _roles(jaxpr, paths, in_avals, matched)
 
     def leaf(path: str, aval: Any, role: Role | None) -> Leaf:

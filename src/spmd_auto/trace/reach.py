@@ -1,4 +1,4 @@
-"""What a jaxpr's results come from: which arguments they depend on, and whether differentiation made them."""
+"""What a jaxpr's results come from: which arguments they depend on, and which they are updates of."""
 
 from __future__ import annotations
 
@@ -42,15 +42,55 @@ def _used(eqn: Any, live: list[int]) -> list[bool]:
     return [True] * len(eqn.invars)
 
 
-def is_cotangent(jaxpr: Any, output: int) -> bool:
-    """Whether the equation that makes a result was made by reverse-mode differentiation."""
+# Not elementwise: what comes out at a place is not made of what was at that place.
+_MIXING = ("dot", "conv", "gather", "sort", "cum", "transpose", "rev", "reduce", "ragged", "triangular", "fft", "top_k")
+_IN_PLACE = ("scatter", "dynamic_update_slice")  # the first operand is what they change
+
+
+def updates(jaxpr: Any, output: int) -> set[int]:
+    """The arguments that a result is an update of: reached elementwise, and not through a cotangent.
+
+    New parameters are `p - rate * g`: they update `p`, while everything else that `g` depends on is reached
+    through reverse-mode differentiation only.  A result that is an argument unchanged updates it.
+    """
     inner = _compat.open_jaxpr(jaxpr)
-    var = inner.outvars[output]
-    for eqn in reversed(inner.eqns):
-        if var in eqn.outvars:
-            if _compat.is_transposed(eqn):
-                return True
-            if eqn.primitive.name in ("jit", "closed_call", "remat2"):
-                return is_cotangent(_compat.call_jaxpr(eqn), eqn.outvars.index(var))
-            return False
-    return False
+    position = {v: i for i, v in enumerate(inner.invars)}
+    producer = {v: (eqn, k) for eqn in inner.eqns for k, v in enumerate(eqn.outvars)}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack = [inner.outvars[output]]
+    while stack:
+        var = stack.pop()
+        if isinstance(var, _compat.Literal) or var in seen:
+            continue
+        seen.add(var)
+        if var in position:
+            found.add(position[var])
+        elif var in producer:
+            eqn, k = producer[var]
+            stack += [v for v in _sources(eqn, k) if not isinstance(v, _compat.Literal)]
+    return found
+
+
+def _sources(eqn: Any, k: int) -> list[Any]:
+    """Operands that the k-th result of an equation is an elementwise function of."""
+    name, operands = eqn.primitive.name, eqn.invars
+    if _compat.is_transposed(eqn):
+        return []
+    if name in ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"):
+        return [operands[i] for i in updates(_compat.call_jaxpr(eqn), k)]
+    if name == "scan":
+        consts, carries = _compat.scan_counts(eqn.params)
+        return [operands[consts + k]] if k < carries else []
+    if name == "while":
+        return [operands[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] + k]]
+    if name == "cond":
+        return [operands[1 + i] for branch in eqn.params["branches"] for i in updates(branch, k)]
+    if name == "optimization_barrier":
+        return [operands[k]]
+    if name.startswith(_IN_PLACE):
+        return [operands[0]]
+    if name.startswith(_MIXING):
+        return []
+    shape = eqn.outvars[k].aval.shape
+    return [v for v in operands if getattr(v.aval, "shape", None) == shape]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from spmd_auto.plan import Plan
 
 TOLERANCE = 0.02  # bytes per mesh axis
-NEGLIGIBLE = 0.002  # of all bytes, or of the floor below
-FLOOR = 65_536  # bytes: traffic below this is scalars and norms
+NEGLIGIBLE = 0.002  # of all bytes
+SCALARS = 4096  # bytes: losses, norms and counters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,21 +62,35 @@ class Verification:
     @property
     def equal(self) -> bool:
         """Whether bytes agree on every set of mesh axes within 2 %, and FLOP within 1 %."""
+        return not self.differing_rows and self.flops_agree
+
+    @property
+    def differing_rows(self) -> list[AxisRow]:
+        """Rows whose bytes differ, the largest difference first."""
         total = sum(max(r.predicted_bytes, r.found_bytes) for r in self.rows)
-        ignored = max(NEGLIGIBLE * total, FLOOR)
-        for row in self.rows:
-            difference = abs(row.predicted_bytes - row.found_bytes)
-            if difference > max(TOLERANCE * row.found_bytes, ignored):
-                return False
-        return not self.found_flops or abs(self.predicted_flops / self.found_flops - 1) < 0.01
+        ignored = max(NEGLIGIBLE * total, SCALARS)
+        rows = [
+            row
+            for row in self.rows
+            if abs(row.predicted_bytes - row.found_bytes) > max(TOLERANCE * row.found_bytes, ignored)
+        ]
+        return sorted(rows, key=lambda row: -abs(row.predicted_bytes - row.found_bytes))
+
+    @property
+    def flops_agree(self) -> bool:
+        most = max(self.predicted_flops, self.found_flops)
+        return abs(self.predicted_flops - self.found_flops) <= 0.01 * most
 
     @property
     def verdict(self) -> str:
         if self.equal:
             return "the compiled program moves what the plan predicted"
-        worst = max(self.rows, key=lambda r: abs(r.predicted_bytes - r.found_bytes), default=None)
-        if worst is None:
-            return "the compiled program differs from the plan in its contractions"
+        if not self.differing_rows:
+            return (
+                f"the compiled program has {self.found_flops:.4g} FLOP in contractions where "
+                f"{self.predicted_flops:.4g} were predicted"
+            )
+        worst = self.differing_rows[0]
         return (
             f"the compiled program differs from the plan: over {'+'.join(worst.axes)} it moves "
             f"{size(worst.found_bytes)} where {size(worst.predicted_bytes)} were predicted"
