@@ -345,5 +345,7 @@ def test_user_constraint_on_another_mesh_than_the_plan(devices):
         return jax.lax.with_sharding_constraint(x * 2, jax.NamedSharding(mesh, P("other")))
 
     plan = spmd_auto.plan(constrained, struct(8, 8), mesh=toy_mesh(8), search=FAST)
-    with refused(LoweringError, what=("test_errors.py", "['other']"), why=("'a'", "'other'"), fixes="auto_shard(mesh=mesh)"):
+    with refused(
+        LoweringError, what=("test_errors.py", "['other']"), why=("'a'", "'other'"), fixes="auto_shard(mesh=mesh)"
+    ):
         plan.lower_step().lower()

@@ -85,6 +85,12 @@ def source_line(eqn: Eqn) -> str:
     return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
+def is_tracer(x: Any) -> bool:
+    from jax.core import Tracer
+
+    return isinstance(x, Tracer)
+
+
 def is_extended(dtype: Any) -> bool:
     """Whether a dtype is opaque to sharding arithmetic (PRNG keys)."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.extended)

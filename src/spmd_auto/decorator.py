@@ -164,7 +164,7 @@ class AutoSharded:
         entry = self._entry(args, kwargs)
         lowered = self._lowered(entry)
         flat, _ = self._flatten(args, kwargs)
-        if any(isinstance(x, jax.core.Tracer) for x in flat):
+        if any(_compat.is_tracer(x) for x in flat):
             raise LoweringError(
                 f"{self.__name__} was called inside another JAX transformation (jit, grad, vmap, scan, ...)",
                 "it is a compiled program for all devices: nothing can be traced through it",

@@ -38,7 +38,9 @@ def test_losses_follow_one_device_in_float32(dtype, mesh, strategy, devices):
     data = {k: rng.integers(0, SIZE["vocab"], (16, 16)).astype(np.int32) for k in "xy"}
     expected_state = jax.jit(create)(jax.random.key(0))
     expected_state = expected_state.replace(step=jnp.zeros((), jnp.int32))
-    flat = [jax.device_put(x, s) for x, s in zip(jax.tree.leaves((expected_state, data)), lowered.in_shardings, strict=True)]
+    flat = [
+        jax.device_put(x, s) for x, s in zip(jax.tree.leaves((expected_state, data)), lowered.in_shardings, strict=True)
+    ]
     reference = jax.jit(truth)
     for _ in range(3):
         outs = lowered.compile()(*flat)

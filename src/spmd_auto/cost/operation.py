@@ -20,6 +20,7 @@ from spmd_auto.propagate.assignment import axis_places, make_spec
 from spmd_auto.propagate.factors import Kind, Rule
 from spmd_auto.propagate.graph import Op
 
+
 def stageable(op: Op) -> bool:
     """Whether lowering can write an operation out as a manual `shard_map` with staged reductions.
 

@@ -92,7 +92,12 @@ def make_report(pricer: Pricer, priced: Priced) -> PriceReport:
         flops += cls.trips * form.flops
         where = f"result of {cls.op.name}"
         add(form.reshards, cls.trips, where, cls.op.source)
-        add(form.reductions, structure.alone.get(i, cls.trips if structure.share_sum[i] == 1 else 0), where, cls.op.source)
+        add(
+            form.reductions,
+            structure.alone.get(i, cls.trips if structure.share_sum[i] == 1 else 0),
+            where,
+            cls.op.source,
+        )
     for i, edge in enumerate(structure.edges):
         op = ops[edge.consumers[0][0]].op
         add(pricer.edge_transfers(i, priced.specs, priced.forms), edge.trips, f"operand of {op.name}", op.source)

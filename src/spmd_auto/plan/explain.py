@@ -64,12 +64,12 @@ def choices(plan: Plan) -> list[Choice]:
         without = tuple(split for split in assignment.order if split[0] != group)
         alternatives.append((name, "+".join(to), dataclasses.replace(assignment, order=without)))
     for axis_index, axis in enumerate(plan.mesh.names):
-        kept = tuple(
-            (key, tuple(s for s in splits if s[1] != axis_index)) for key, splits in assignment.forms
-        )
+        kept = tuple((key, tuple(s for s in splits if s[1] != axis_index)) for key, splits in assignment.forms)
         if kept == assignment.forms:
             continue
-        forms = sorted({key[1].name.lower() for key, splits in assignment.forms if any(s[1] == axis_index for s in splits)})
+        forms = sorted(
+            {key[1].name.lower() for key, splits in assignment.forms if any(s[1] == axis_index for s in splits)}
+        )
         kept = tuple(entry for entry in kept if entry[1])
         alternatives.append(("ZeRO: " + ", ".join(forms), axis, dataclasses.replace(assignment, forms=kept)))
     refined = plan.search.states > 1  # a plan found by search is refined; so is what it is compared with
@@ -103,7 +103,12 @@ def axis_table(plan: Plan) -> Table:
             continue
         choice = done.get(name)
         cells = (
-            (choice.given, f"{_signed(choice.saves_seconds, duration)}", _signed(choice.saves_moved, size), _signed(choice.saves_memory, size))
+            (
+                choice.given,
+                f"{_signed(choice.saves_seconds, duration)}",
+                _signed(choice.saves_moved, size),
+                _signed(choice.saves_memory, size),
+            )
             if choice
             else ("whole", "", "", "")
         )
@@ -134,7 +139,9 @@ def price_table(plan: Plan) -> Table:
     table.add_row("compute", duration(report.compute), f"{report.flops:.3g} FLOP in contractions")
     table.add_row("elementwise", duration(report.fused), "by the bytes that fused operations move")
     moved = ", ".join(
-        f"{kind} over {'+'.join(axes)} {size(b)}" for (kind, axes), b in sorted(report.bytes_by_kind_and_axes().items()) if b >= 1
+        f"{kind} over {'+'.join(axes)} {size(b)}"
+        for (kind, axes), b in sorted(report.bytes_by_kind_and_axes().items())
+        if b >= 1
     )
     table.add_row("communication", duration(report.communication), moved or "none")
     table.add_row("sum", duration(report.seconds), f"{size(report.bytes_moved)} sent")
@@ -195,7 +202,8 @@ def explain_leaf(plan: Plan, path: str) -> str:
     local = tuple(n // math.prod(plan.mesh.sizes[a] for a in axes) for n, axes in zip(leaf.shape, spec, strict=True))
     lines = [
         f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}, {leaf.role.value if leaf.role else ''}",
-        f"  spec {plan.mesh.partition_spec(spec)}: pieces of {list(local)}, {size(leaf.bytes / parts)} per device of {size(leaf.bytes)}",
+        f"  spec {plan.mesh.partition_spec(spec)}: pieces of {list(local)}, "
+        f"{size(leaf.bytes / parts)} per device of {size(leaf.bytes)}",
     ]
     given = plan.axis_splits()
     for dim, (group, axes) in enumerate(zip(groups, spec, strict=True)):

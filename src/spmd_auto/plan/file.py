@@ -39,9 +39,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "links": [dataclasses.asdict(link) for link in mesh.links],
             "chip": dataclasses.asdict(mesh.chip),
         },
-        "assignment": [
-            {"axis": names.get(g, ""), "group": g, "mesh_axis": mesh.names[a]} for g, a in assignment.order
-        ],
+        "assignment": [{"axis": names.get(g, ""), "group": g, "mesh_axis": mesh.names[a]} for g, a in assignment.order],
         "flips": [[region, mesh.names[a]] for region, a in sorted(assignment.flips)],
         "forms": [
             {"group": group, "form": form.name, "splits": [[g, mesh.names[a]] for g, a in splits]}
@@ -115,7 +113,9 @@ def load_plan(path: str, step: Any, *args: Any, **kwargs: Any) -> Plan:
         _check_outcome(path, data, plan)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
         raise PlanFileError(
-            f"{path} is damaged: {type(error).__name__}: {error}", "a field is missing or has another form", ["plan again"]
+            f"{path} is damaged: {type(error).__name__}: {error}",
+            "a field is missing or has another form",
+            ["plan again"],
         ) from error
     return plan
 
@@ -158,9 +158,7 @@ def _apply(data: dict[str, Any], program: Program) -> Plan:
     m = data["mesh"]
     chip = dict(m["chip"])
     chip["flops"] = tuple((int(size), float(rate)) for size, rate in chip["flops"])
-    mesh = LogicalMesh(
-        tuple(m["names"]), tuple(m["sizes"]), tuple(Link(**link) for link in m["links"]), Chip(**chip)
-    )
+    mesh = LogicalMesh(tuple(m["names"]), tuple(m["sizes"]), tuple(Link(**link) for link in m["links"]), Chip(**chip))
     axis = mesh.names.index
     pins = {path: jax.sharding.PartitionSpec(*[tuple(a) or None for a in spec]) for path, spec in data["pins"].items()}
     pinned = resolve_pins(program, mesh, pins)

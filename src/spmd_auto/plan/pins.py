@@ -40,7 +40,9 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> dict[int, S
             try:
                 spec = mesh.spec(wanted, len(leaf.shape))
             except MeshError as error:
-                raise PinError(f"pin {glob!r}: {error.what} (leaf {leaf.path}, shape {leaf.shape})", error.why, error.fixes) from error
+                raise PinError(
+                    f"pin {glob!r}: {error.what} (leaf {leaf.path}, shape {leaf.shape})", error.why, error.fixes
+                ) from error
             _check_divides(mesh, leaf.path, leaf.shape, spec, glob)
             found[i] = spec
     return found

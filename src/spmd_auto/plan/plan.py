@@ -114,7 +114,9 @@ class Plan:
 
     def lower_step(self, mesh: jax.sharding.Mesh | None = None, donate: bool = True) -> LoweredStep:
         """The jitted flat step on a jax mesh (default: this process' devices)."""
-        return lower_step(self.program, self.placements, mesh if mesh is not None else self.mesh.build(self.devices), donate)
+        return lower_step(
+            self.program, self.placements, mesh if mesh is not None else self.mesh.build(self.devices), donate
+        )
 
     def lowered_hash(self, mesh: jax.sharding.Mesh | None = None) -> str:
         """Digest of the lowered program; equal plans give equal hashes, in any process."""
