@@ -12,6 +12,7 @@ from .mutations import caught_by, meaning, mutations_of
 from .test_rules_oracle import STATABLE
 
 
+@pytest.mark.slow
 def test_mutants_are_caught(capsys: pytest.CaptureFixture[str]) -> None:
     """All sizes are 4, so that a factor on a wrong dimension is a matter of numbers, not of shapes."""
     chosen = random.Random(0)
