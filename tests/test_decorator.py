@@ -335,6 +335,16 @@ def test_evaluation_follows_the_training_state(fn):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("size", [6, 512])
+def test_every_further_plan_keeps_the_first_ones_mesh(size):
+    """Also where the state is whole, so that its specs would hold on any mesh."""
+    train = sharded()
+    first = train.plan(jax.eval_shape(create, jax.random.key(0)), data(size=8))
+    state = jax.eval_shape(create, jax.random.key(0))
+    assert train.plan(state, data(size=size)).mesh == first.mesh
+    assert sharded(eval_state, like=train).plan(state, data(size=size)).mesh == first.mesh
+
+
 # ---- arguments ------------------------------------------------------------------------------------------
 
 
@@ -406,10 +416,18 @@ def test_numbers_and_numpy_scalars_and_wide_arrays():
     assert len(step._entries) == 3  # float, float32 and int: they promote differently
 
 
-def test_bfloat16_stays_bfloat16_beside_a_python_number():
-    step = sharded(lambda params, rate: {"w": params["w"] * rate})
+@pytest.mark.parametrize("reverse", [False, True])
+def test_numbers_of_python_are_weak_and_others_are_not(reverse):
+    """bfloat16 stays bfloat16 beside 0.5, not beside a float32 0.5, in whatever order they come."""
+
+    def plain(params, rate):
+        return {"w": params["w"] * rate}
+
+    step = sharded(plain)
     params = {"w": jnp.ones((16, 16), jnp.bfloat16)}
-    assert step(params, 0.5)["w"].dtype == jnp.bfloat16
+    rates = [0.5, np.float64(0.5), np.float32(0.5), jnp.float32(0.5), 2]
+    for rate in reversed(rates) if reverse else rates:
+        assert step(params, rate)["w"].dtype == jax.jit(plain)(params, rate)["w"].dtype
 
 
 def test_keys_as_arguments_and_as_state():

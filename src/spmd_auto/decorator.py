@@ -191,8 +191,6 @@ class AutoSharded:
                     "a step gives the buffers of its old state to the new one",
                     ["use the state that the step returned", "auto_shard(donate=False)"],
                 )
-            if getattr(x, "weak_type", False):  # a Python number on its way through jit
-                return jax.device_put(np.asarray(x, aval.dtype), sharding)
             if x.sharding.is_equivalent_to(sharding, x.ndim):
                 return x
             if x.ndim and not self._resharded and len(x.sharding.device_set) >= 1 and x.committed:
@@ -287,7 +285,9 @@ def _tail(path: str) -> str:
 
 
 def _shape_dtype(x: Any) -> tuple[Any, ...]:
-    if isinstance(x, (float, complex)):  # 2.0 keeps a bfloat16 array bfloat16, a float32 array of 2 does not
+    if isinstance(x, (float, complex)) and not isinstance(
+        x, np.generic
+    ):  # 2.0 keeps a bfloat16 array bfloat16, a float32 array of 2 does not
         return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), "weak"
     if isinstance(x, (bool, int)):
         return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))

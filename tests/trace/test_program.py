@@ -200,6 +200,20 @@ def test_scan_and_jit_are_looked_through():
     assert roles(program) == {"state/momentum/stack": M, "state/params/stack": P, "x": B}
 
 
+def test_carries_are_followed_round_by_round():
+    """The result is `a`, which is yesterday's `b`, which is the day before's `c`, which the weights make."""
+
+    def step(state, x):
+        def body(carry, _):
+            a, b, c = carry
+            return (b, c, jnp.tanh(c * state["w"])), None
+
+        (a, _, _), _ = jax.lax.scan(body, (x, x, x), None, length=5)
+        return {"w": state["w"] * 0.9, "m": state["m"] * 0.9}, a.sum()
+
+    assert roles(trace(step, {"w": S(8), "m": S(8)}, S(8))) == {"state/m": M, "state/w": P, "x": B}
+
+
 # ---- what is no state ------------------------------------------------------------------------------------
 
 
