@@ -135,6 +135,22 @@ def test_pin_of_no_leaf_offers_the_nearest_path():
         planned(pins={"state/params/up/kernl": P("a")})
 
 
+@pytest.mark.parametrize("wrong", ["a", None, 3, P.UNCONSTRAINED])
+def test_pin_that_is_no_partition_spec(wrong):
+    with refused(PinError, what=("up/kernel", type(wrong).__name__), why="PartitionSpec", fixes="jax.P()"):
+        planned(pins={"up/kernel": wrong})
+
+
+def test_pin_with_an_entry_that_is_no_axis():
+    with refused(PinError, what=("up/kernel", "UNCONSTRAINED"), fixes="('a', 'b'), or None"):
+        planned(pins={"up/kernel": P(P.UNCONSTRAINED, "a")})
+
+
+def test_pins_that_are_no_dictionary():
+    with refused(PinError, what="pins is a list", fixes="a dict of path -> PartitionSpec"):
+        planned(pins=[("up/kernel", P("a"))])
+
+
 # ---- strategies ---------------------------------------------------------------------------------
 
 
@@ -168,6 +184,13 @@ def test_stacking_axis_of_a_scan_is_never_split(transformer):
 def test_zero_over_an_unknown_mesh_axis(transformer):
     with refused(StrategyError, what="'data'", fixes="use 'a'"):
         priced(transformer, {"batch": "a"}, zero=3, zero_axes=("data",))
+
+
+@pytest.mark.parametrize(("stage", "axes"), [(4, ("a",)), (-1, ("a",)), (3, ())])
+def test_zero_that_does_not_exist_or_has_no_axes(transformer, stage, axes):
+    """maxtext#5104: a ZeRO flag that does nothing."""
+    with refused(StrategyError, what=f"zero={stage}", why="stages 0 to 3", fixes="zero_axes="):
+        priced(transformer, {"batch": "a"}, zero=stage, zero_axes=axes)
 
 
 def test_batch_smaller_than_the_mesh_axis_it_is_given_to():
@@ -210,7 +233,7 @@ def test_memory_that_can_not_suffice_says_by_how_much_and_what_came_nearest():
     assert planned(memory=wanted * 1.01).memory <= wanted * 1.01
 
 
-@pytest.mark.parametrize("memory", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("memory", [0, -1.0, float("nan"), "16GB"])
 def test_memory_must_be_positive(memory):
     with refused(MemoryBudgetError, what="memory=", fixes="memory=16e9"):
         planned(memory=memory)
@@ -321,6 +344,12 @@ def test_init_of_another_state_than_planned():
         LoweringError, what=("state/params/down/kernel", "(32, 16)"), fixes="the state that the step was planned for"
     ):
         decorated.init(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape), state(hidden=32)))
+
+
+def test_init_of_a_state_that_can_not_be_traced():
+    decorated = spmd_auto.auto_shard(step, search=FAST)
+    with refused(TraceError, what=("step.init", "TypeError"), fixes="functools.partial(create"):
+        decorated.init(lambda n: {"params": {"w": jnp.zeros((n, n))}}, 16, batch=batch())
 
 
 def test_donated_state_used_again():

@@ -213,7 +213,14 @@ class AutoSharded:
         Raises:
           LoweringError: no plan and no batch, or the created state has another shape than the planned one.
         """
-        abstract_state = jax.eval_shape(create, *args, **kwargs)
+        try:
+            abstract_state = jax.eval_shape(create, *args, **kwargs)
+        except Exception as error:
+            raise TraceError(
+                f"{self.__name__}.init: the state can't be created under tracing: {type(error).__name__}",
+                "the state is created by a compiled program, so that it is born in pieces (see the cause above)",
+                ["functools.partial(create, size=...) for arguments that are no arrays"],
+            ) from error
         plan = self._first_plan()
         if batch is not None:
             others = batch if isinstance(batch, tuple) else (batch,)
@@ -285,9 +292,8 @@ def _tail(path: str) -> str:
 
 
 def _shape_dtype(x: Any) -> tuple[Any, ...]:
-    if isinstance(x, (float, complex)) and not isinstance(
-        x, np.generic
-    ):  # 2.0 keeps a bfloat16 array bfloat16, a float32 array of 2 does not
+    # 2.0 keeps a bfloat16 array bfloat16; a float32 array of 2, or np.float64(2), does not
+    if isinstance(x, (float, complex)) and not isinstance(x, np.generic):
         return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), "weak"
     if isinstance(x, (bool, int)):
         return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))

@@ -134,7 +134,7 @@ def test_torus_without_topology(chip):
     assert spmd_auto.cluster(chip, topology=example).device_count == math.prod([4] * load_profile(chip).torus)
 
 
-@pytest.mark.parametrize("topology", ["8x8", "4x4x4x4", "0x4x4", "", "abc", "4x-4x4", "4,4,4", "4x4x"])
+@pytest.mark.parametrize("topology", ["8x8", "4x4x4x4", "0x4x4", "", "abc", "4x-4x4", "4,4,4", "4x4x", 64])
 def test_wrong_topology(topology):
     with refused(MeshError, what=f"topology {topology!r} for v5p", why="3 dimensions", fixes='topology="4x4x4"'):
         spmd_auto.cluster("v5p", topology=topology)

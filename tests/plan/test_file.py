@@ -237,6 +237,11 @@ def test_fields_of_a_wrong_form_are_refused(small, field, wrong):
         Plan.load(str(small), *model())
 
 
+def test_folder_that_is_not_there(small, tmp_path):
+    with pytest.raises(PlanFileError, match="can't be written to"):
+        Plan.load(str(small), *model()).save(str(tmp_path / "absent" / "plan.json"))
+
+
 def test_edited_strategies_are_refused(small):
     data = json.loads(small.read_text())
     assert data["assignment"], "nothing is split: the test would show nothing"

@@ -144,3 +144,9 @@ def test_pins_choose_among_the_meshes_of_a_cluster():
     with pytest.raises(PinError, match="names the mesh axis 'model'") as caught:
         spmd_auto.plan(mlp_step, PARAMS, struct(8, 16), mesh=devices, pins={"up/kernel": P("model")}, search=FAST)
     assert "'gpu'" in caught.value.why
+
+
+def test_a_named_sharding_pins_by_its_spec():
+    sharding = jax.NamedSharding(jax_mesh(2, 2), P(None, "model"))
+    plan = spmd_auto.plan(double, {"a": struct(6, 4)}, mesh=jax_mesh(2, 2), pins={"x/a": sharding}, search=FAST)
+    assert plan.specs["x/a"] == P(None, "model")

@@ -54,14 +54,28 @@ class LogicalMesh:
         """The inverse of `partition_spec`.
 
         Raises:
-          MeshError: an axis that the mesh does not have, or one used twice, or too many entries.
+          MeshError: an axis that the mesh does not have, or one used twice, too many entries, or no PartitionSpec.
         """
+        if isinstance(partition_spec, jax.sharding.NamedSharding):
+            partition_spec = partition_spec.spec
+        if not isinstance(partition_spec, (jax.sharding.PartitionSpec, tuple, list)):
+            raise MeshError(
+                f"{partition_spec!r} is a {type(partition_spec).__name__}",
+                "how an array lies is said by a PartitionSpec",
+                ["jax.P('axis', None)", "jax.P() for a whole array"],
+            )
         entries = tuple(partition_spec)
         if len(entries) > rank:
             raise MeshError(f"{partition_spec} has {len(entries)} entries for an array of rank {rank}")
         out: list[tuple[int, ...]] = []
         seen: set[str] = set()
         for entry in entries:
+            if not (entry is None or isinstance(entry, (str, tuple, list))):
+                raise MeshError(
+                    f"{partition_spec} has the entry {entry!r}",
+                    "an entry is a mesh axis, several of them, or None for a whole dimension",
+                    [f"use one of {self.names}, or None"],
+                )
             axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
             for axis in axes:
                 if axis not in self.names:

@@ -132,7 +132,7 @@ def cluster(chip: str, *, hosts: int = 1, per_host: int | None = None, topology:
                 "the shape of a torus says how many chips there are",
                 [f'cluster("{chip}", topology="{topology}")'],
             )
-        sizes = [int(n) for n in topology.split("x")] if re.fullmatch(r"\d+(x\d+)*", topology) else []
+        sizes = [int(n) for n in str(topology).split("x")] if re.fullmatch(r"\d+(x\d+)*", str(topology)) else []
         if len(sizes) != profile.torus or min(sizes) < 1:
             raise MeshError(
                 f"topology {topology!r} for {chip}",

@@ -84,7 +84,11 @@ def _spec_to_json(mesh: LogicalMesh, spec: Any) -> list[list[str]]:
 
 
 def save_plan(plan: Plan, path: str) -> None:
-    Path(path).write_text(json.dumps(plan_to_json(plan), indent=1) + "\n")
+    text = json.dumps(plan_to_json(plan), indent=1) + "\n"
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise PlanFileError(f"the plan can't be written to {path}: {error}") from error
 
 
 def load_plan(path: str, step: Any, *args: Any, **kwargs: Any) -> Plan:

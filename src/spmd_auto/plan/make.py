@@ -11,7 +11,7 @@ import jax
 from spmd_auto.cost.memory import MemoryTable
 from spmd_auto.cost.pricer import Priced, Pricer
 from spmd_auto.cost.structure import build_structure
-from spmd_auto.errors import BatchError, MemoryBudgetError, MeshError, PinError
+from spmd_auto.errors import BatchError, MemoryBudgetError, MeshError, PinError, StrategyError
 from spmd_auto.mesh import Cluster, LogicalMesh, Spec, cluster_of, logical_mesh_of
 from spmd_auto.plan.pins import Pins, resolve_pins
 from spmd_auto.plan.plan import Plan, SearchRecord
@@ -50,7 +50,7 @@ def candidate_meshes(mesh: MeshLike) -> list[LogicalMesh]:
 def budget_for(mesh: LogicalMesh, memory: float | None) -> float:
     """Bytes of one device that a plan may need. Simulated CPU devices share the host's memory: no limit."""
     if memory is not None:
-        if not memory > 0:
+        if not isinstance(memory, (int, float)) or not memory > 0:
             raise MemoryBudgetError(f"memory={memory!r}", "a device has some bytes of memory", ["memory=16e9: 16 GB"])
         return float(memory)
     return float("inf") if mesh.chip.platform == "cpu" else USABLE * mesh.chip.memory
@@ -181,6 +181,12 @@ def price_strategy(
       StrategyError: an axis that the program or the mesh does not have.
       BatchError: a logical axis that the mesh axes given to it can't divide on any value.
     """
+    if zero not in (0, 1, 2, 3) or (zero and not zero_axes):
+        raise StrategyError(
+            f"zero={zero!r} over the mesh axes {tuple(zero_axes)}",
+            "ZeRO has the stages 0 to 3 (optimizer state, gradients, parameters), over at least one mesh axis",
+            ["zero=3, zero_axes=('data',)"],
+        )
     logical = candidate_meshes(mesh)[0]
     pinned: dict[int, Spec] = resolve_pins(program, logical, pins or {})
     analysis = analysis or analyse_for(program, logical, pinned)

@@ -24,6 +24,12 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> dict[int, S
     Raises:
       PinError: no leaf matches, unknown mesh axis, or a dimension that the axes don't divide.
     """
+    if not isinstance(pins, Mapping):
+        raise PinError(
+            f"pins is a {type(pins).__name__}",
+            "",
+            ["a dict of path -> PartitionSpec: pins={'*/kernel': jax.P('model')}"],
+        )
     found: dict[int, Spec] = {}
     paths = [leaf.path for leaf in program.arguments]
     for glob, wanted in pins.items():
