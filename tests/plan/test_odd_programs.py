@@ -269,6 +269,9 @@ OPTIMIZERS = {
     "masked": optax.masked(optax.adam(1e-3), {"w": True, "b": False}),
     "by leaf": optax.multi_transform({"a": optax.adam(1e-3), "s": optax.sgd(0.1)}, {"w": "a", "b": "s"}),
     "lamb": optax.lamb(1e-3),
+    "keeps the last gradient": optax.adan(1e-2),
+    "keeps many gradients": optax.chain(optax.scale_by_lbfgs(3), optax.scale(-1e-2)),
+    "one number per row and column": optax.sm3(1e-2),
 }
 
 

@@ -225,7 +225,7 @@ def _match_state(
 
 
 def _is_update(jaxpr: Any, outs: list[int], ins: list[int]) -> bool:
-    """Whether results are the next values of arguments: each array is an elementwise update of its own argument.
+    """Whether results are the next values of arguments: most arrays are elementwise updates of their own arguments.
 
     The gradient of a tree of parameters looks like new parameters, and a teacher like its student; but the
     caller still needs those.  Counters and keys may be made anew.
@@ -237,8 +237,9 @@ def _is_update(jaxpr: Any, outs: list[int], ins: list[int]) -> bool:
         if inner.invars[i].aval.shape and not _compat.is_extended(inner.invars[i].aval.dtype)
     ]
     others = [o for o, i in arrays if i not in updates(jaxpr, o)]
-    # placeholders (adafactor's) come out as constants; they decide nothing
-    return len(others) < len(arrays) and not any(any(reaches(jaxpr, [o])) for o in others)
+    # placeholders (adafactor's) come out as constants: they decide nothing; some optimizers keep the last gradient too
+    updated, anew = len(arrays) - len(others), sum(any(reaches(jaxpr, [o])) for o in others)
+    return updated > 0 and updated >= anew
 
 
 def _only_updates(jaxpr: Any, matched: list[int | None], paths: list[str]) -> list[int | None]:
