@@ -144,12 +144,13 @@ def test_bert_data_parallel_is_one_all_reduce():
     assert [(c.kind, c.times) for c in large(compiled(plan))] == [("all-reduce", 1)]
 
 
-def test_bert_tensor_parallel_is_four_all_reduces_a_layer_but_one(require_target):
-    """Compiled for GPU: there the partial sums of q, k and v are added before they are reduced."""
-    require_target("gpu:h100:1x4")
+@pytest.mark.parametrize("target", ["cpu", "gpu:h100:1x4"])
+def test_bert_tensor_parallel_is_four_all_reduces_a_layer_but_one(target, require_target):
+    """The partial sums of q, k and v are added before they are reduced: on every platform."""
+    require_target(target)
     plan = price_strategy(bert_step(), toy_mesh(4), {"heads*": "a", "mlp*": "a"})
     assert plan.report.bytes_moved == pytest.approx(7 * all_reduce(4, 32_768))
-    found = large(compiled(plan, "gpu:h100:1x4"))
+    found = large(compiled(plan, target))
     activations = [c for c in found if c.payload_bytes == 8 * 8 * 128 * 4]
     assert sum(c.times for c in activations) == 7
     assert {c.kind for c in found} == {"all-reduce"}
