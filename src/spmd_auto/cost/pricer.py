@@ -71,6 +71,7 @@ class Pricer:
         self.reshards = ReshardTable(mesh)
         self.operations = OperationTable(mesh, self.reshards)
         self.states = 0
+        self._trips = [cls.trips for cls in analysis.classes.ops]
         self._operand_bytes = [[v.bytes for v in cls.op.operands] for cls in analysis.classes.ops]
         self._around = [(*cls.operands, *cls.results) for cls in analysis.classes.ops]
         self._best: list[dict[tuple[Spec, ...], OpForm]] = [{} for _ in self._around]
@@ -163,9 +164,10 @@ class Pricer:
 
     def op_seconds(self, op_class: int, form: OpForm) -> float:
         """Seconds per step of an operation class, without its operands' reshards and its sums' reductions."""
-        seconds = self.analysis.classes.ops[op_class].trips * form.after
-        alone = self.structure.alone.get(op_class)
-        return seconds + alone * sum([t.seconds for t in form.reductions]) if alone else seconds
+        seconds = self._trips[op_class] * form.after
+        if op_class in self.structure.alone:
+            seconds += self.structure.alone[op_class] * sum([t.seconds for t in form.reductions])
+        return seconds
 
     def fused_seconds(self, specs: Sequence[Spec]) -> float:
         return sum(s * self.reshards.fractions[specs[c]] for c, s in self._flat_seconds.items())
