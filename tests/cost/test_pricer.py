@@ -10,6 +10,7 @@ import pytest
 
 import spmd_auto
 from spmd_auto.cost import Pricer, make_report
+from spmd_auto.cost.pricer import interchanges
 from spmd_auto.mesh import LogicalMesh
 from spmd_auto.plan import Plan
 from spmd_auto.plan.make import analyse_for
@@ -269,3 +270,39 @@ def test_state_and_struct_arguments_have_one_price():
     a = spmd_auto.price(step, params, batch, mesh=toy_mesh(4), assignment={"batch": "a"})
     b = spmd_auto.price(step, *arrays, mesh=toy_mesh(4), assignment={"batch": "a"})
     assert a.report == b.report
+
+
+def swapped(assignment: Assignment, a: int, b: int) -> Assignment:
+    """The assignment with two mesh axes' names exchanged."""
+    other = {a: b, b: a}
+
+    def move(axis):
+        return other.get(axis, axis)
+
+    return Assignment(
+        tuple((group, move(axis)) for group, axis in assignment.order),
+        frozenset((region, move(axis)) for region, axis in assignment.flips),
+        tuple((key, tuple((g, move(axis)) for g, axis in splits)) for key, splits in assignment.forms),
+    )
+
+
+def test_states_that_differ_in_the_names_of_alike_axes_have_one_price_and_one_key():
+    price = pricer("moe", "toy 2x2x2")
+    compared = 0
+    for seed in range(3):
+        for state, _ in walk(price, seed, 12):
+            twin = price.price(swapped(state.assignment, 0, 2))
+            if twin.key == state.key:
+                assert twin.seconds == pytest.approx(state.seconds, rel=1e-9)
+                compared += twin.keys[0] != state.keys[0]
+    assert compared > 10
+    # axes of other links, or other sizes, are themselves
+    a, b = (pricer("moe", "toy 2x4").price(Assignment(((0, axis),))).key for axis in (0, 1))
+    assert a != b
+
+
+def test_a_pin_takes_the_symmetry_away():
+    mesh = MESHES["toy 2x2x2"]
+    assert len(interchanges(mesh)) == 6
+    assert len(interchanges(mesh, [((1,), ())])) == 2
+    assert interchanges(MESHES["toy 2x4"]) == [(0, 1)]

@@ -78,12 +78,24 @@ class Around(NamedTuple):
     latency: tuple[float, tuple[float, ...]]
 
 
+class Layout(NamedTuple):
+    """An operation with mesh axes on its factors: specs of operands and raw results, axes over which the results are
+    partial sums, seconds and FLOP of the local operation."""
+
+    targets: tuple[Spec, ...]
+    raws: tuple[Spec, ...]
+    partial: tuple[int, ...]
+    seconds: float
+    flops: float
+
+
 class OperationTable:
     """Forms of operations on one mesh (the best one memoised by signature and surroundings)."""
 
     def __init__(self, mesh: LogicalMesh, reshards: ReshardTable):
         self.mesh, self.reshards = mesh, reshards
         self._memo: dict[tuple[int, Around], OpForm] = {}
+        self._layouts: dict[tuple[int, tuple[tuple[int, int], ...]], Layout] = {}
 
     def forms(self, op: Op, around: Around) -> tuple[OpForm, ...]:
         """All forms of `op`, cheapest first."""
@@ -152,23 +164,13 @@ class OperationTable:
         arranged = self._arrange(op.rule, choice, around)
         if arranged is None:
             return None
-        at_operand: list[list[tuple[int, ...]]] = [[()] * len(v.shape) for v in op.operands]
-        at_result: list[list[tuple[int, ...]]] = [[()] * len(v.shape) for v in op.results]
-        partial: list[int] = []
-        pieces = 1
-        for axis, index in arranged:
-            factor = op.rule[index]
-            for k, d in factor.operands:
-                at_operand[k][d] += (axis,)
-            for k, d in factor.results:
-                at_result[k][d] += (axis,)
-            if factor.kind is Kind.REDUCE:
-                partial.append(axis)
-            pieces *= self.mesh.sizes[axis]
-        if op.flops and op.flops > limit * pieces * self._rate(op):
+        key = (op.signature, tuple(arranged))
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = self._layout(op, arranged)
+        targets, raws, partial, seconds, flops = layout
+        if seconds > limit:
             return None
-        targets = [tuple(spec) for spec in at_operand]
-        raws = [tuple(spec) for spec in at_result]
         incoming = transient = 0.0
         for k, value in enumerate(op.operands):
             if value.placed and around.operands[k] != targets[k]:
@@ -187,7 +189,6 @@ class OperationTable:
             reshards += self.reshards.price(value.bytes, spec, stored, around.latency[0]).transfers
             if raw != stored:
                 transient += value.bytes * self.reshards.fractions[raw]
-        seconds, flops = compute_seconds(self.reshards.fractions, op, targets, raws, pieces)
         reducing = sum([t.seconds for t in reductions])
         after = seconds + sum([t.seconds for t in reshards])
         if around.shared_sum == 1:
@@ -197,8 +198,8 @@ class OperationTable:
             total = incoming + after + reducing / around.shared_sum
         return OpForm(
             choice,
-            tuple(targets),
-            tuple(raws),
+            targets,
+            raws,
             tuple(reductions),
             tuple(reshards),
             seconds,
@@ -208,8 +209,28 @@ class OperationTable:
             transient,
         )
 
+    def _layout(self, op: Op, arranged: list[tuple[int, int]]) -> Layout:
+        """What follows from the axes of the factors alone."""
+        at_operand: list[list[tuple[int, ...]]] = [[()] * len(v.shape) for v in op.operands]
+        at_result: list[list[tuple[int, ...]]] = [[()] * len(v.shape) for v in op.results]
+        partial: list[int] = []
+        pieces = 1
+        for axis, index in arranged:
+            factor = op.rule[index]
+            for k, d in factor.operands:
+                at_operand[k][d] += (axis,)
+            for k, d in factor.results:
+                at_result[k][d] += (axis,)
+            if factor.kind is Kind.REDUCE:
+                partial.append(axis)
+            pieces *= self.mesh.sizes[axis]
+        targets = tuple([tuple(spec) for spec in at_operand])
+        raws = tuple([tuple(spec) for spec in at_result])
+        seconds, flops = compute_seconds(self.reshards.fractions, op, targets, raws, pieces)
+        return Layout(targets, raws, tuple(partial), seconds, flops)
+
     def _combine(
-        self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: list[int], around: Around
+        self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: tuple[int, ...], around: Around
     ) -> tuple[list[Transfer], Spec]:
         """Collectives that turn a partial sum of spec `raw` into a whole value, scattered where `wanted` is split."""
         if not partial:

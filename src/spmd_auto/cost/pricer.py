@@ -31,7 +31,8 @@ class Priced:
       seconds: predicted time of a step.
       memory: predicted peak bytes of one device.
       score: what the search minimises: seconds, and a penalty above the memory budget.
-      key: digest of all specs; equal for equal specs (and, but for a 64-bit chance, only for those).
+      keys: digests of all specs, as they are and with interchangeable mesh axes permuted (`Pricer.symmetries`); the
+        first is equal for equal specs (and, but for a 64-bit chance, only for those).
     """
 
     assignment: Assignment
@@ -44,7 +45,12 @@ class Priced:
     seconds: float
     memory: float
     score: float
-    key: int
+    keys: tuple[int, ...]
+
+    @property
+    def key(self) -> int:
+        """Equal for states that are the same up to the names of interchangeable mesh axes."""
+        return min(self.keys)
 
 
 class Pricer:
@@ -71,6 +77,7 @@ class Pricer:
         self.reshards = ReshardTable(mesh)
         self.operations = OperationTable(mesh, self.reshards)
         self.states = 0
+        self.symmetries = [_Relabelled(p) for p in interchanges(mesh, pinned)]
         self._trips = [cls.trips for cls in analysis.classes.ops]
         self._operand_bytes = [[v.bytes for v in cls.op.operands] for cls in analysis.classes.ops]
         self._around = [(*cls.operands, *cls.results) for cls in analysis.classes.ops]
@@ -197,10 +204,13 @@ class Pricer:
             seconds += self.op_seconds(i, form)
             transient[i] = form.transient
         fractions = np.array([self.reshards.fractions[spec] for spec in specs])
-        key = 0
-        for entry in enumerate(specs):
-            key ^= hash(entry)  # of integers and tuples only: the same in every process
-        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, key)
+        keys = []
+        for relabelled in self.symmetries:
+            key = 0
+            for c, spec in enumerate(specs):
+                key ^= hash((c, relabelled[spec]))  # of integers and tuples only: the same in every process
+            keys.append(key)
+        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, tuple(keys))
 
     def _scored(
         self,
@@ -212,11 +222,11 @@ class Pricer:
         transient: np.ndarray,
         fractions: np.ndarray,
         seconds: float,
-        key: int,
+        keys: tuple[int, ...],
     ) -> Priced:
         memory = self.memory.peak(fractions, transient)
         score = seconds if memory <= self.budget else seconds + 10 + 1e3 * (memory / self.budget - 1)
-        return Priced(assignment, specs, forms, edges, sums, transient, fractions, seconds, memory, score, key)
+        return Priced(assignment, specs, forms, edges, sums, transient, fractions, seconds, memory, score, keys)
 
     def change(
         self, parent: Priced, assignment: Assignment, touched: Iterable[int], known: set[int] | None = None
@@ -226,7 +236,7 @@ class Pricer:
         Equal to `price(assignment)` up to rounding.
 
         Args:
-          known: keys of specs that need no price any more; a new key is added.
+          known: keys of states that need no price any more; a new key is added.
 
         Returns:
           None if no spec changes, or the specs are known.
@@ -235,13 +245,15 @@ class Pricer:
         changed = [(c, spec) for c, spec in self.specs.some(touched, assignment) if spec != old[c]]
         if not changed:
             return None
-        key = parent.key
-        for c, spec in changed:
-            key ^= hash((c, old[c])) ^ hash((c, spec))
+        keys = []
+        for relabelled, key in zip(self.symmetries, parent.keys, strict=True):
+            for c, spec in changed:
+                key ^= hash((c, relabelled[old[c]])) ^ hash((c, relabelled[spec]))
+            keys.append(key)
         if known is not None:
-            if key in known:
+            if min(keys) in known:
                 return None
-            known.add(key)
+            known.add(min(keys))
         self.states += 1
         specs = list(old)
         fractions = parent.fractions.copy()
@@ -280,4 +292,42 @@ class Pricer:
             now = self.sum_group(i, forms)[0]
             seconds += now - sums[i]
             sums[i] = now
-        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, key)
+        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, tuple(keys))
+
+
+MOST_SYMMETRIES = 24
+
+
+def interchanges(mesh: LogicalMesh, pinned: Sequence[Spec] = ()) -> list[tuple[int, ...]]:
+    """Permutations of the mesh axes that change no price; the identity first.
+
+    Axes are interchangeable if they have the same size and the same link, and no pin names them.
+    """
+    named = {axis for spec in pinned for axes in spec for axis in axes}
+    kind = [object() if a in named else (n, mesh.links[a]) for a, n in enumerate(mesh.sizes)]
+    alike = (p for p in itertools.permutations(range(len(kind))) if all(kind[a] == kind[b] for a, b in enumerate(p)))
+    return list(itertools.islice(alike, MOST_SYMMETRIES))
+
+
+class _Relabelled(dict[Spec, Spec]):
+    """Specs with interchangeable mesh axes permuted, for digests.
+
+    The axes of one dimension stay in the order of the mesh if they were, and out of it if not: they are gathered at
+    once only in that order, which has a price.
+    """
+
+    def __init__(self, permutation: tuple[int, ...]):
+        super().__init__()
+        self.permutation = permutation
+        self.changes = permutation != tuple(sorted(permutation))
+
+    def __missing__(self, spec: Spec) -> Spec:
+        self[spec] = found = tuple([self._dimension(axes) for axes in spec]) if self.changes else spec
+        return found
+
+    def _dimension(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        moved = tuple([self.permutation[a] for a in axes])
+        ordered = tuple(sorted(moved))
+        if axes == tuple(sorted(axes)):
+            return ordered
+        return moved if moved != ordered else moved[::-1]

@@ -55,10 +55,10 @@ class SpecTable:
         self.sizes = tuple(axis_sizes)
         self.speed = tuple(axis_speed) or (1.0,) * len(self.sizes)
         self.pinned = tuple(pinned)
-        self._groups = [frozenset(c.groups) for c in self.classes]
-        self._regions = [frozenset(r for r in c.regions if r >= 0) for c in self.classes]
+        self._groups = _interned([frozenset(c.groups) for c in self.classes])
+        self._regions = _interned([frozenset(r for r in c.regions if r >= 0) for c in self.classes])
         self._form = [c.form for c in self.classes]
-        self._memo: dict[object, Spec] = {}
+        self._memo: list[dict[object, Spec]] = [{} for _ in self.classes]
 
     def all(self, assignment: Assignment) -> list[Spec]:
         """Specs of all value classes."""
@@ -67,18 +67,31 @@ class SpecTable:
     def some(self, indices: Iterable[int], assignment: Assignment) -> list[tuple[int, Spec]]:
         """(class, spec) of some value classes."""
         order, flips, forms = assignment.order, assignment.flips, dict(assignment.forms)
+        of_groups: dict[int, tuple[Split, ...]] = {}  # the parts that touch a set of groups, or of regions
+        of_regions: dict[int, tuple[tuple[int, int], ...]] = {}
+        group_ids, group_sets = self._groups
+        region_ids, region_sets = self._regions
         out = []
         for index in indices:
-            groups, form = self._groups[index], self._form[index]
-            key = (
-                index,
-                tuple([split for split in order if split[0] in groups]),
-                tuple(sorted([f for f in flips if f[0] in self._regions[index]])) if flips else (),
-                forms.get(form) if form is not None else None,
-            )
-            spec = self._memo.get(key)
+            here = group_ids[index]
+            splits = of_groups.get(here)
+            if splits is None:
+                groups = group_sets[here]
+                splits = of_groups[here] = tuple([split for split in order if split[0] in groups])
+            flipped: tuple[tuple[int, int], ...] = ()
+            if flips:
+                here = region_ids[index]
+                if here in of_regions:
+                    flipped = of_regions[here]
+                else:
+                    regions = region_sets[here]
+                    flipped = of_regions[here] = tuple(sorted([f for f in flips if f[0] in regions]))
+            form = self._form[index]
+            extra = forms.get(form) if form is not None else None
+            memo, key = self._memo[index], (splits, flipped, extra)
+            spec = memo.get(key)
             if spec is None:
-                spec = self._memo[key] = self._compute(index, assignment, forms.get(form, ()) if form else ())
+                spec = memo[key] = self._compute(index, assignment, extra or ())
             out.append((index, spec))
         return out
 
@@ -127,6 +140,12 @@ class SpecTable:
                 second ^= value_class.turned[pair]
             wins[j if second else i] += 1
         return max(able, key=lambda entry: (wins[entry[1]], -entry[0], -entry[1]))[1]
+
+
+def _interned(sets: list[frozenset[int]]) -> tuple[list[int], list[frozenset[int]]]:
+    """(number of each set, the distinct sets)."""
+    ids: dict[frozenset[int], int] = {}
+    return [ids.setdefault(s, len(ids)) for s in sets], list(ids)
 
 
 def make_spec(rank: int, taken: dict[int, int]) -> Spec:
