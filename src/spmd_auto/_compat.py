@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 from jax._src import source_info_util as _source_info_util
+from jax._src.state.types import AbstractRef as _AbstractRef
 
 Jaxpr: TypeAlias = Any  # open or closed; in jax >= 0.12 there is only one class
 Eqn: TypeAlias = Any
@@ -36,11 +37,33 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def call_jaxpr(eqn: Eqn) -> Jaxpr:
-    """The single inner jaxpr of a call-like equation (jit, remat, custom_jvp, custom_vjp)."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    """The single inner jaxpr of a call-like equation (jit, remat, custom_jvp, custom_vjp, linear_call, ...)."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr"):
         if key in eqn.params and is_jaxpr(eqn.params[key]):
             return eqn.params[key]
     raise KeyError(f"{eqn.primitive.name} has no inner jaxpr")
+
+
+def linear_solve(eqn: Eqn) -> tuple[Jaxpr, list[int]]:
+    """The function that solves a `custom_linear_solve`, and which of the equation's operands it takes."""
+    lengths = eqn.params["const_lengths"]
+    start, total = lengths.matvec + lengths.vecmat, sum(lengths)
+    return eqn.params["jaxprs"].solve, [*range(start, start + lengths.solve), *range(total, len(eqn.invars))]
+
+
+def eqn_parts(eqn: Eqn) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """Parameters, operand avals and result avals of an equation."""
+    return eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+
+
+def is_ref(aval: Any) -> bool:
+    """Whether an aval is a mutable array's (`jax.new_ref`)."""
+    return isinstance(aval, _AbstractRef)
+
+
+def is_mutable(x: Any) -> bool:
+    """Whether a value is a mutable array itself."""
+    return isinstance(x, jax.Ref)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -66,6 +89,14 @@ def eqn_context(eqn: Eqn) -> Iterator[None]:
     name_stack = _source_info_util.current_name_stack() + info.name_stack
     with _source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
         yield
+
+
+def metadata_context(eqn: Eqn) -> contextlib.AbstractContextManager[Any]:
+    """The metadata that an `xla_metadata_call` puts on every operation of its function (jax >= 0.12)."""
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    found = set_xla_metadata(**dict(eqn.params["xla_metadata"]))
+    return found if isinstance(found, contextlib.AbstractContextManager) else contextlib.nullcontext()
 
 
 def name_stack(eqn: Eqn) -> str:

@@ -120,12 +120,7 @@ class AutoSharded:
             f"; stopped by its {plan.search.stopped}" if plan.search.stopped else "",
         )
         for unknown in plan.analysis.graph.unknown.values():
-            logger.warning(
-                "no sharding rule for primitive %r at %s: its arrays stay whole (%d bytes)",
-                unknown.primitive,
-                unknown.source,
-                unknown.bytes,
-            )
+            logger.warning("%s (%d bytes)", unknown, unknown.bytes)
         return plan
 
     def _first_plan(self) -> Plan | None:

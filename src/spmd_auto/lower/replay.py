@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from spmd_auto import _compat
 from spmd_auto.errors import LoweringError
+from spmd_auto.lower.foreign import FOREIGN
 from spmd_auto.lower.manual import Pending, deferred_sum, manual_op
 from spmd_auto.lower.placement import Placements
 from spmd_auto.mesh.logical import Spec
@@ -79,9 +80,19 @@ class Replay:
         name = eqn.primitive.name
         if name in ("remat2", "checkpoint"):
             return self.remat(eqn, operands, site)
+        if name == "xla_metadata_call":
+            with _compat.metadata_context(eqn):
+                return self.run(_compat.call_jaxpr(eqn), operands, site)
         if name in CALLS:
             operands = self.user_shardings(eqn, "in_shardings", operands)
             return self.user_shardings(eqn, "out_shardings", self.run(_compat.call_jaxpr(eqn), operands, site))
+        if name == "custom_linear_solve":
+            jaxpr, positions = _compat.linear_solve(eqn)
+            return self.run(jaxpr, [operands[k] for k in positions], site)
+        if name in FOREIGN:
+            return FOREIGN[name](eqn, operands, self.mesh)
+        if any(_compat.is_ref(v.aval) for v in eqn.invars):  # loops over mutable arrays are not looked into
+            return _compat.bind(eqn, operands)
         if name == "scan":
             return self.scan(eqn, operands, site)
         if name == "while":

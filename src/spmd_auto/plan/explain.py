@@ -181,7 +181,7 @@ def explain_parts(plan: Plan) -> tuple[Any, ...]:
     if whole:
         notes.append("held whole by every device: " + ", ".join(f"{path} ({size(b)})" for path, b in whole))
     for unknown in plan.analysis.graph.unknown.values():
-        notes.append(f"no rule for {unknown.primitive} at {unknown.source}: kept whole, {size(unknown.bytes)}")
+        notes.append(f"{unknown} ({size(unknown.bytes)})")
     return axis_table(plan), price_table(plan), *notes
 
 

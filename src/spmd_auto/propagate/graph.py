@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd_auto import _compat
 from spmd_auto.propagate.factors import Factor, Rule
-from spmd_auto.propagate.rules import rule_for
+from spmd_auto.propagate.rules import opaque_reason, rule_for
 from spmd_auto.trace import Program, Role
 
 # Bits of `Value.depends`: which roles of arguments a value is computed from.
@@ -27,7 +27,8 @@ _BIT = {
 }
 
 LINKS = ("carry_in", "xs", "carry", "carry_out", "ys", "branch")
-CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
+CALLS = ("jit", "pjit", "call", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
+CALLS += ("remat2", "checkpoint", "remat_opt", "linear_call", "composite", "xla_metadata_call")
 
 Site = tuple[int, ...]  # indices of equations from the outermost jaxpr inwards (branches of a cond count too)
 
@@ -39,10 +40,11 @@ class Value:
     id: int
     shape: tuple[int, ...]
     itemsize: int
-    opaque: bool  # PRNG keys: never constrained
+    opaque: bool  # PRNG keys, mutable arrays, tokens: never constrained
     depends: int = 0
     path: str = ""  # of an argument
     bytes: int = 0
+    mutable: bool = False  # an array that operations write into
 
     def __post_init__(self) -> None:
         self.bytes = math.prod(self.shape) * self.itemsize
@@ -99,11 +101,20 @@ class Loop:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Unknown:
-    """A primitive without a rule: kept whole, reported once."""
+    """A primitive without a rule: kept whole, reported once.
+
+    `why` says what is opaque about it, and is empty if it is merely not known; `source` is where it stands first, and
+    `bytes` what its operands and results hold, over all its applications in a step.
+    """
 
     primitive: str
     source: str
     bytes: int
+    why: str = ""
+
+    def __str__(self) -> str:
+        why = self.why or "it has no sharding rule (spmd_auto.register_rule gives it one)"
+        return f"{self.primitive} at {self.source or 'an unknown line'} keeps its arrays whole: {why}"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -151,11 +162,12 @@ class _Builder:
 
     def value(self, aval: Any, path: str = "") -> Value:
         shape = tuple(getattr(aval, "shape", ()))
-        opaque = not _compat.has_shape(aval) or _compat.is_extended(aval.dtype)
+        mutable = _compat.is_ref(aval)
+        opaque = mutable or not _compat.has_shape(aval) or _compat.is_extended(aval.dtype)
         itemsize = _compat.itemsize(aval)
         if self.widen and itemsize == 2 and _compat.is_float(aval):
             itemsize = 4
-        value = Value(len(self.graph.values), shape, itemsize, opaque, 0, path)
+        value = Value(len(self.graph.values), shape, itemsize, opaque, 0, path, mutable=mutable)
         self.graph.values.append(value)
         return value
 
@@ -181,12 +193,16 @@ class _Builder:
         name = eqn.primitive.name
         if name in CALLS:
             return self.run(_compat.call_jaxpr(eqn), operands, trips, site)
-        handler = _CONTROL.get(name)
-        if handler is not None:
+        handler = CONTROL.get(name)
+        if handler is not None and not any(v.mutable for v in operands):
             return handler(self, eqn, operands, trips, site)
         results = [self.value(v.aval) for v in eqn.outvars]
-        if not results:  # an effect: it has nothing to split, and keeps its operands in use
+        if not results or eqn.effects:  # an effect keeps its operands in use
             self.graph.roots += operands
+        if not results:  # there is nothing to split
+            self.written(operands)
+            if any(v.mutable for v in operands):
+                self.keep_whole(name, eqn, operands, trips)
             return results
         self.emit(name, operands, results, trips, site, None, eqn)
         return results
@@ -202,12 +218,10 @@ class _Builder:
         eqn: Any = None,
     ) -> Op:
         if rule is None:
-            rule = rule_for(name, eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+            rule = rule_for(name, *_compat.eqn_parts(eqn))
         if rule is None:
             rule = ()
-            lost = sum(v.bytes for v in (*operands, *results))
-            seen = self.graph.unknown.setdefault(name, Unknown(name, _compat.source_line(eqn), 0))
-            seen.bytes += lost * trips
+            self.keep_whole(name, eqn, (*operands, *results), trips)
         key = (
             name,
             tuple((v.shape, v.itemsize) for v in operands),
@@ -236,13 +250,30 @@ class _Builder:
         self.depend(op)
         return op
 
+    def keep_whole(self, name: str, eqn: Any, values: Sequence[Value], trips: int) -> None:
+        """Takes down that an operation keeps `values` whole."""
+        # a loop over a mutable array is known, but not looked into
+        why = "it works on a mutable array" if name in CONTROL else opaque_reason(name) or ""
+        seen = self.graph.unknown.setdefault(name, Unknown(name, _compat.source_line(eqn), 0, why))
+        seen.bytes += sum(v.bytes for v in values) * trips
+
+    @staticmethod
+    def written(operands: Sequence[Value]) -> None:
+        """A mutable array depends on all that stands beside it where it may be written."""
+        bits = 0
+        for v in operands:
+            bits |= v.depends
+        for v in operands:
+            if v.mutable:
+                v.depends |= bits
+
     @staticmethod
     def depend(op: Op) -> bool:
         bits = 0
         for v in op.operands:
             bits |= v.depends
         changed = False
-        for v in op.results:
+        for v in (*op.results, *(v for v in op.operands if v.mutable)):
             if v.depends | bits != v.depends:
                 v.depends |= bits
                 changed = True
@@ -328,11 +359,17 @@ class _Builder:
                 self.link("branch", value, result, 0, 0, trips, site)
         return results
 
+    def linear_solve(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
+        """Only the function that solves is run; the others were for differentiation."""
+        jaxpr, positions = _compat.linear_solve(eqn)
+        return self.run(jaxpr, [operands[k] for k in positions], trips, site)
 
-_CONTROL: dict[str, Callable[[_Builder, Any, list[Value], int, Site], list[Value]]] = {
+
+CONTROL: dict[str, Callable[[_Builder, Any, list[Value], int, Site], list[Value]]] = {
     "scan": _Builder.scan,
     "while": _Builder.while_loop,
     "cond": _Builder.cond,
+    "custom_linear_solve": _Builder.linear_solve,
 }
 
 

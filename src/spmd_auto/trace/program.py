@@ -340,6 +340,12 @@ def trace(
                 "only arrays, numbers and ShapeDtypeStructs can be split over devices",
                 ["name it in static_argnames / static_argnums", "leave it out of the arguments"],
             )
+        if _compat.is_mutable(leaf):
+            raise TraceError(
+                f"argument leaf {path!r} of {name} is a mutable array",
+                "a step is a function of arrays: what it writes into would have to be split alike before and after",
+                ["give it jax.freeze(ref) and return the new array", "make the mutable array inside of the step"],
+            )
     abstract_flat = [abstract(x) for x in flat]
     a_args, a_kwargs = jax.tree_util.tree_unflatten(in_tree, abstract_flat)
     full_args = list(a_args)

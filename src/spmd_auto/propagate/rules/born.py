@@ -21,11 +21,32 @@ def born(params: Params, operands: Shapes, results: Shapes) -> Rule:
     return build.build()
 
 
+def broadcast_to(params: Params, operands: Shapes, results: Shapes) -> Rule:
+    """The operand's dimensions are the last ones of the result; copies along the others are born split."""
+    new = len(results[0]) - len(operands[0])
+    build = RuleBuilder(operands, results)
+    for d, size in enumerate(results[0]):
+        filled = d >= new and operands[0][d - new] == size
+        build.add([(0, d - new)] if filled else [], [(0, d)])
+    return build.build()
+
+
 def per_key(params: Params, operands: Shapes, results: Shapes) -> Rule:
     """random_bits and random_split: the dimensions of the keys come first, then what is made from each key."""
     build = RuleBuilder(operands, results)
     for d in range(len(results[0])):
         build.add([(0, d)] if d < len(operands[0]) else [], [(0, d)])
+    return build.build()
+
+
+def random_gamma(params: Params, operands: Shapes, results: Shapes) -> Rule:
+    """Keys and shape parameters; the leading dimensions of both agree, and each key is split over the others.
+
+    A device's piece of those others needs its place among them, as with `random_split`.
+    """
+    build = RuleBuilder(operands, results)
+    for d in range(len(results[0])):
+        build.add([(0, d), (1, d)] if d < len(operands[0]) else [(1, d)], [(0, d)])
     return build.build()
 
 
@@ -35,9 +56,11 @@ def unpredictable(params: Params, operands: Shapes, results: Shapes) -> Rule:
 
 
 RULES: dict[str, RuleLike] = {
-    **of_names(born, "iota iota_2x32_shape empty"),
+    **of_names(born, "iota iota_2x32_shape empty empty2 platform_index"),
+    "broadcast_to": broadcast_to,
     **of_names(per_key, "random_bits random_split"),
-    **of_names(elementwise, "random_clone random_fold_in threefry2x32"),
+    **of_names(elementwise, "random_clone random_fold_in threefry2x32 threefry4x32 philox2x32 philox4x32"),
+    "random_gamma": random_gamma,
     "random_seed": leading(lambda params, operands: len(operands[0])),
     "random_unwrap": leading(lambda params, operands: len(operands[0])),
     "random_wrap": leading(lambda params, operands: len(operands[0]) - len(params["impl"].key_shape)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 from spmd_auto.propagate.factors import Kind, Rule, Shapes
@@ -57,4 +58,23 @@ def ragged_dot_general(params: Params, operands: Shapes, results: Shapes) -> Rul
     return build.build()
 
 
-RULES: dict[str, RuleLike] = {"dot_general": dot_general, "ragged_dot_general": ragged_dot_general}
+def scaled_dot(params: Params, operands: Shapes, results: Shapes) -> Rule:
+    """A dot of narrow floats: left, right, and a scale for each block of their contracted dimensions.
+
+    The scales have the operands' other dimensions.  A contracted dimension is split between blocks: its factor is the
+    greatest common divisor of the numbers of blocks, and the major part of all four.
+    """
+    dot = RuleBuilder(operands, results)
+    _dot(dot, params["dimension_numbers"], set(), 0)
+    build = RuleBuilder(operands, results)
+    for factor in dot.build():
+        places = [*factor.operands, *((k + 2, d) for k, d in factor.operands)]
+        build.add(places, factor.results, kind=factor.kind, size=math.gcd(*(operands[k][d] for k, d in places)))
+    return build.build()
+
+
+RULES: dict[str, RuleLike] = {
+    "dot_general": dot_general,
+    "ragged_dot_general": ragged_dot_general,
+    "scaled_dot": scaled_dot,
+}

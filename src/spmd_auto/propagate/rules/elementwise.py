@@ -47,7 +47,8 @@ RULES: dict[str, RuleLike] = {
     **of_names(elementwise, "shift_right_arithmetic shift_right_logical sub xor zeta"),
     **of_names(elementwise, "clamp polynomial regularized_incomplete_beta select_n convert_element_type copy"),
     **of_names(elementwise, "copy_p name reduce_precision stop_gradient tie zeros_like layout_constraint reshard"),
-    **of_names(elementwise, "sharding_constraint"),
+    **of_names(elementwise, "sharding_constraint shard_alike stage xla_metadata_value relayout"),
+    "with_memory_space_constraint": elementwise,
     **of_names(handed_through, "device_put optimization_barrier"),
     "bitcast_convert_type": bitcast,
 }

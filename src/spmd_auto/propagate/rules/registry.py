@@ -10,21 +10,43 @@ from typing import Any
 
 from spmd_auto.errors import RuleError
 from spmd_auto.propagate.factors import Kind, Rule, Shapes, parse_rule
-from spmd_auto.propagate.rules import born, contraction, elementwise, indexing, linalg, reduction, shape, window
+from spmd_auto.propagate.rules import (
+    born,
+    contraction,
+    elementwise,
+    indexing,
+    linalg,
+    mapped,
+    reduction,
+    selection,
+    shape,
+    window,
+)
 from spmd_auto.propagate.rules.build import Params, RuleLike
+from spmd_auto.propagate.rules.opaque import OPAQUE
 
 _TABLE: dict[str, RuleLike] = {}
-for _family in (elementwise, shape, contraction, reduction, indexing, born, window, linalg):
+for _family in (elementwise, shape, contraction, reduction, indexing, born, window, selection, linalg, mapped):
     _TABLE.update(_family.RULES)
 
 
 def register_rule(name: str, rule: RuleLike) -> None:
-    """Adds or replaces the rule of a primitive.
+    """Adds or replaces the rule of a primitive, for all plans made from then on.
+
+    A rule gives each dimension of the operands and results a label.  Equal labels belong together: each device computes
+    its piece of the results from its pieces of the operands.  A label under `reduction={..}` stands on operands only;
+    the devices' results are then summed up (or `combine=max|min|mul|and|or`).  A dimension marked `-` is needed whole.
+
+        register_rule("my_norm", "(i k),(k)->(i k) need_replication={k}")
+        register_rule("my_dot", "(i k),(k j)->(i j) reduction={k}")
+        register_rule("my_map", lambda params, operands, results: "(i j)->(i j)" if params["flat"] else "(i -)->(i -)")
+
+    A wrong rule costs time and never correctness: the compiler keeps the program's meaning under any sharding.
 
     Args:
-      name: the primitive's name, as a jaxpr prints it.
-      rule: a text in the grammar of `parse_rule`, or a function `(params, operand_shapes, result_shapes)` that
-        returns such a text or the factors themselves.
+      name: the primitive's name, as a jaxpr prints it (`primitive.name`).
+      rule: a text in that grammar, or a function `(params, operand_shapes, result_shapes)` of the equation that
+        returns such a text or a tuple of factors.
     """
     _TABLE[name] = rule
 
@@ -34,8 +56,13 @@ def known_primitives() -> frozenset[str]:
     return frozenset(_TABLE)
 
 
+def opaque_reason(name: str) -> str | None:
+    """Why a primitive is kept whole by decision; None if it has a rule or is unknown."""
+    return None if name in _TABLE else OPAQUE.get(name)
+
+
 def rule_for(name: str, params: Params, operands: Sequence[Any], results: Sequence[Any]) -> Rule | None:
-    """The factors of one operation, always in the same order; None for an unknown primitive.
+    """The factors of one operation, always in the same order; None for an unknown or opaque primitive.
 
     A dimension on which no factor stands is needed whole (operand) or born whole (result).
 
