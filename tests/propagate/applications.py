@@ -20,6 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_auto import _compat
 from spmd_auto.propagate.rules import rule_for
 
+from . import rare_applications
+
 Pick = Callable[[str], int]
 Made = tuple[Callable[..., Any], list[Any]]
 
@@ -142,8 +144,12 @@ class _Finder:
         return [read(v) for v in inner.outvars]
 
 
-# JAX 0.10 and 0.12 can't lower the first inside of `shard_map`; the second gives other numbers each time.
-UNSTATABLE = {"mulhi", "rng_uniform"}
+# JAX 0.10 and 0.12 can't lower mulhi inside of `shard_map`, and philox multiplies with it: their pieces are computed
+# one by one.
+BY_PIECES = {"mulhi", "philox2x32", "philox4x32"}
+# The first gives other numbers each time; the others are not an operation on a piece, but a program with a mesh of its
+# own (their numbers: tests/lower/test_forms.py).
+UNSTATABLE = {"rng_uniform", "shard_map", "custom_partitioning"} | BY_PIECES
 
 CASES: dict[str, Case] = {}
 
@@ -558,6 +564,8 @@ def _linalg() -> None:
 
 for _family in (_elementwise, _shape, _contraction, _reduction, _indexing, _born, _window, _linalg):
     _family()
+for _rare in rare_applications.FAMILIES:
+    _rare(_case)
 
 
 def cycling(*sizes: int) -> Pick:

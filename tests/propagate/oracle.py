@@ -110,6 +110,27 @@ def _per_key(local: Local, args: list[Any]) -> list[Any]:
     return [local.own_piece(0, whole)]
 
 
+def _whole_piece(local: Local, args: list[Any]) -> list[Any]:
+    """Values that depend on their places only: made whole, and cut."""
+    return [local.own_piece(k, whole) for k, whole in enumerate(local.bind(args))]
+
+
+def _random_gamma(local: Local, args: list[Any]) -> list[Any]:
+    """What each key makes is made whole, from all of its parameters, and cut."""
+    keys, parameters = args
+    for d in range(keys.ndim, parameters.ndim):
+        axes = local.axes("operands", 1, d)
+        if axes:
+            parameters = lax.all_gather(parameters, axes, axis=d, tiled=True)
+    (whole,) = local.bind([keys, parameters])
+    return [local.own_piece(0, whole)]
+
+
+def _same(local: Local, args: list[Any]) -> list[Any]:
+    """A hint that names the mesh or the layout of the whole: a device does nothing about it."""
+    return args
+
+
 def _slice(local: Local, args: list[Any]) -> list[Any]:
     pieces = [local.pieces("operands", 0, d) for d in range(args[0].ndim)]
     cut = {
@@ -199,6 +220,13 @@ _LOCAL: dict[str, Callable[[Local, list[Any]], list[Any]]] = {
     "broadcast_in_dim": _result_shape("shape"),
     "reshape": _result_shape("new_sizes"),
     "dynamic_slice": _result_shape("slice_sizes"),
+    "broadcast_to": _result_shape("shape"),
+    "empty": _result_shape("shape"),
+    "sharding_constraint": _same,
+    "layout_constraint": _same,
+    "reshard": _same,
+    "iota_2x32_shape": _whole_piece,
+    "random_gamma": _random_gamma,
     "iota": _iota,
     "random_bits": _per_key,
     "random_split": _per_key,
