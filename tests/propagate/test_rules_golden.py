@@ -10,7 +10,8 @@ from spmd_auto.propagate.rules import register_rule, registry, rule_for
 
 from .applications import CASES, Draw, cycling
 
-OTHERS = {"log2", "polynomial", "one_minus_square", "with_memory_space_constraint", "shard_alike"}  # of one release only
+# Of one of the two releases only.
+OTHERS = {"log2", "polynomial", "one_minus_square", "with_memory_space_constraint", "shard_alike"}
 
 GOLDEN = """
 abs (i j)->(i j)
@@ -309,7 +310,7 @@ shard_map (- -)->(- -)
 custom_partitioning (i j),(j k)->(i k) reduction={j}
 with_memory_space_constraint (i j)->(i j)
 one_minus_square (i j)->(i j)
-"""
+"""  # noqa: E501
 
 LINES = dict(line.split(" ", 1) for line in GOLDEN.strip().splitlines())
 
