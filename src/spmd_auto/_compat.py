@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 from jax._src import source_info_util as _source_info_util
+from jax._src.core import ShapedArray as _ShapedArray
 from jax._src.state.types import AbstractRef as _AbstractRef
 
 Jaxpr: TypeAlias = Any  # open or closed; in jax >= 0.12 there is only one class
@@ -64,6 +65,18 @@ def is_ref(aval: Any) -> bool:
 def is_mutable(x: Any) -> bool:
     """Whether a value is a mutable array itself."""
     return isinstance(x, jax.Ref)
+
+
+def expand(eqn: Eqn) -> Jaxpr | None:
+    """What a `call_hi_primitive` of plain arrays stands for (jnp.searchsorted, frexp and others in jax >= 0.12).
+
+    None for any other equation, and where a type of the user's own is among its operands or results.
+    """
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    if eqn.primitive.name != "call_hi_primitive" or not all(isinstance(a, _ShapedArray) for a in avals):
+        return None
+    args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    return jax.make_jaxpr(lambda *xs: eqn.primitive.to_lojax(*xs, **eqn.params))(*args)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

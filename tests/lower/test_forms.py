@@ -193,6 +193,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "debug_print": lambda x, w: (jax.debug.print("{}", x.sum()), x @ w)[1],
     "foreign functions": _ffi,
     "gamma": lambda x, w: jax.random.gamma(jax.random.key(0), jnp.abs(x)) @ w,
+    "searchsorted": lambda x, w: jnp.searchsorted(jnp.arange(8.0), x @ w) + jnp.frexp(x @ w)[1],
     "sort": lambda x, w: lax.sort((x, -x), dimension=1, num_keys=1)[1] @ w,
     "run_state": lambda x, w: _run_state(x) @ w,
     "platform rng": lambda x, w: lax.rng_bit_generator(jnp.arange(4, dtype=jnp.uint32), (8, 16))[1] % 7 @ w,

@@ -95,10 +95,7 @@ def random(case: Register) -> None:
         case(name, make)
     gamma = _hidden("random.core", "random_gamma")
     case(
-        "random_gamma", lambda d: (lambda k, a: gamma.bind(k, a, log_space=False), [d.keys(), d.real(4, low=1, high=2)])
-    )
-    case(
-        "random_gamma/keys",
+        "random_gamma",
         lambda d: (lambda k, a: gamma.bind(k, a, log_space=True), [d.keys(4), d.real(4, 8, low=1, high=2)]),
     )
 
@@ -130,7 +127,7 @@ def reductions(case: Register) -> None:
     for name in ["cumsum", "cumlogsumexp"]:
         f = getattr(lax, name)
         case(f"{name}/reverse", lambda d, f=f: (lambda x: f(x, 0, reverse=True), [d.real(d.i, d.j)]))
-    case("argmax/only", lambda d: (lambda x: lax.argmax(x, 0, np.int32), [d.real(d.i)]))
+    case("argmax/only", lambda d: (lambda x: lax.argmax(x, 0, np.int32), [jnp.arange(d.i, dtype=F)]))
     case(
         "sort/two_keys",
         lambda d: (

@@ -82,7 +82,7 @@ def _examples(draw: Any, name: str) -> Any:
 
 # Seconds to compile, and elementwise like all the others.
 SLOW = {"igamma", "igammac", "igamma_grad_a", "polygamma", "zeta", "regularized_incomplete_beta"}
-SLOW |= {"random_gamma", "random_gamma/keys", "threefry4x32"}
+SLOW |= {"random_gamma", "threefry4x32"}
 
 
 @pytest.mark.parametrize("name", [name for name in STATABLE if name not in SLOW])

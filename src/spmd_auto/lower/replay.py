@@ -86,6 +86,9 @@ class Replay:
         if name in CALLS:
             operands = self.user_shardings(eqn, "in_shardings", operands)
             return self.user_shardings(eqn, "out_shardings", self.run(_compat.call_jaxpr(eqn), operands, site))
+        expanded = _compat.expand(eqn)
+        if expanded is not None:
+            return self.run(expanded, operands, site)
         if name == "custom_linear_solve":
             jaxpr, positions = _compat.linear_solve(eqn)
             return self.run(jaxpr, [operands[k] for k in positions], site)

@@ -193,6 +193,9 @@ class _Builder:
         name = eqn.primitive.name
         if name in CALLS:
             return self.run(_compat.call_jaxpr(eqn), operands, trips, site)
+        expanded = _compat.expand(eqn)
+        if expanded is not None:
+            return self.run(expanded, operands, trips, site)
         handler = CONTROL.get(name)
         if handler is not None and not any(v.mutable for v in operands):
             return handler(self, eqn, operands, trips, site)
