@@ -13,13 +13,24 @@ from jax import lax
 
 from spmd_auto import _compat
 from spmd_auto.propagate.factors import Kind
-from spmd_auto.propagate.rules import known_primitives
+from spmd_auto.propagate.rules import elementwise, known_primitives
 
 from .applications import BY_PIECES, CASES, UNSTATABLE, Draw, cycling
 from .oracle import Placement, disagreement, expected, make_mesh, splittable
+from .together import disagreement_of_any
 
 MESHES = [(2,), (4,), (2, 2), (2, 4), (8,)]
 STATABLE = [name for name, case in CASES.items() if case.primitive not in UNSTATABLE]
+
+# Seconds to compile, and elementwise like all the others.
+SLOW = {"igamma", "igammac", "igamma_grad_a", "polygamma", "zeta", "regularized_incomplete_beta"}
+SLOW |= {"random_gamma", "threefry4x32"}
+
+# Primitives of the elementwise family with one application: executed a dozen at a time.
+SIMPLE = [
+    name for name in STATABLE if name in elementwise.RULES and CASES[name].dtypes == (np.float32,) and name not in SLOW
+]
+DOZENS = [SIMPLE[i : i + 12] for i in range(0, len(SIMPLE), 12)]
 
 # Not in both of the tested releases.
 _NEWER = {"log2", "one_minus_square", "polynomial", "with_memory_space_constraint"}
@@ -31,7 +42,16 @@ def test_every_rule_has_an_application() -> None:
     assert without <= (_OLDER if hasattr(lax, "log2") else _NEWER) | {"expand_dims"}
 
 
-@pytest.mark.parametrize("name", STATABLE)
+@pytest.mark.parametrize("names", DOZENS, ids=lambda names: names[0])
+def test_each_factor_alone_of_a_dozen(names: list[str]) -> None:
+    examples = []
+    for name in names:
+        app = CASES[name].apply(Draw(cycling(4, 6, 8, 10)))
+        examples.append((app, app.rule(), [{index: ("a",)} for index in splittable(app.rule(), 2)]))
+    assert disagreement_of_any(examples, make_mesh((2,))) is None
+
+
+@pytest.mark.parametrize("name", [name for name in STATABLE if name not in SIMPLE])
 def test_each_factor_alone(name: str) -> None:
     app = CASES[name].apply(Draw(cycling(4, 6, 8, 10)))
     rule = app.rule()
@@ -54,10 +74,10 @@ def test_piece_by_piece(name: str) -> None:
 
 
 @st.composite
-def _examples(draw: Any, name: str) -> Any:
+def _examples(draw: Any, name: str, shape: tuple[int, ...] | None = None) -> Any:
     """An application, a mesh, and three ways to split the one over the other."""
     case = CASES[name]
-    shape = draw(st.sampled_from(MESHES))
+    shape = shape or draw(st.sampled_from(MESHES))
     largest = max(shape)
     # One size in three divides by the whole mesh, so that one factor can take two axes, in either order.
     sizes = st.sampled_from([largest, 2 * largest, math.prod(shape)])
@@ -80,12 +100,26 @@ def _examples(draw: Any, name: str) -> Any:
     return app, rule, placements, shape
 
 
-# Seconds to compile, and elementwise like all the others.
-SLOW = {"igamma", "igammac", "igamma_grad_a", "polygamma", "zeta", "regularized_incomplete_beta"}
-SLOW |= {"random_gamma", "threefry4x32"}
+@pytest.mark.parametrize("names", DOZENS, ids=lambda names: names[0])
+def test_drawn_of_a_dozen(names: list[str]) -> None:
+    shape = MESHES[DOZENS.index(names) % len(MESHES)]
+
+    @settings(
+        max_examples=1,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(st.tuples(*[_examples(name, shape) for name in names]))
+    def check(examples: Any) -> None:
+        assert disagreement_of_any([example[:3] for example in examples], make_mesh(shape)) is None
+
+    check()
 
 
-@pytest.mark.parametrize("name", [name for name in STATABLE if name not in SLOW])
+@pytest.mark.parametrize("name", [name for name in STATABLE if name not in SLOW and name not in SIMPLE])
 def test_drawn(name: str) -> None:
     simple = "/" not in name and CASES[name].dtypes == (np.float32,)
 
