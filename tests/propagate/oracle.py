@@ -27,6 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from spmd_auto import _compat
 from spmd_auto.propagate.factors import Kind, Rule
 
+from . import windows
 from .applications import Application
 
 Placement = Mapping[int, tuple[str, ...]]  # factor -> mesh axes, major first
@@ -213,7 +214,8 @@ def _conv(local: Local, args: list[Any]) -> list[Any]:
     counts = {}
     for key, dim in (("batch_group_count", lhs_spec[0]), ("feature_group_count", lhs_spec[1])):
         counts[key] = local.params[key] // (local.pieces("operands", 0, dim) if local.params[key] > 1 else 1)
-    return local.bind(args, **counts)
+    args, halos = windows.widened(local, args, [0, 0])
+    return local.bind(args, **counts, padding=windows.conv_padding(local, args, halos))
 
 
 _LOCAL: dict[str, Callable[[Local, list[Any]], list[Any]]] = {
@@ -234,6 +236,10 @@ _LOCAL: dict[str, Callable[[Local, list[Any]], list[Any]]] = {
     "tile": _tile,
     "gather": _gather,
     "conv_general_dilated": _conv,
+    "select_and_scatter_add": windows.select_and_scatter_add,
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), windows.reduce_window
+    ),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
 }
 

@@ -211,18 +211,18 @@ reduce_window_max/pool (i j k)->(i j k) major={j=6}
 reduce_window_min/pool (i j k)->(i j k) major={j=6}
 reduce_window_sum/pool (i j k)->(i j k) major={j=6}
 select_and_scatter_add/pool (i j k),(i j k)->(i j k) major={j=6}
-reduce_window_max/same (i j k)->(i j k) permutation={j}
-reduce_window_min/same (i j k)->(i j k) permutation={j}
-reduce_window_sum/same (i j k)->(i j k) permutation={j}
-select_and_scatter_add/same (i j l),(i k l)->(i k l) need_replication={j} permutation={k}
+reduce_window_max/same (i j k)->(i j k) permutation={j} halo={j=1:1}
+reduce_window_min/same (i j k)->(i j k) permutation={j} halo={j=1:1}
+reduce_window_sum/same (i j k)->(i j k) permutation={j} halo={j=1:1}
+select_and_scatter_add/same (i j k),(i j k)->(i j k) permutation={j} halo={j=1:1/2:2}
 reduce_window_max/overlap (i j k)->(i - k) need_replication={j}
 reduce_window_min/overlap (i j k)->(i - k) need_replication={j}
 reduce_window_sum/overlap (i j k)->(i - k) need_replication={j}
-select_and_scatter_add/overlap (i j l),(i k l)->(i k l) need_replication={j} permutation={k}
+select_and_scatter_add/overlap (i j l),(i k l)->(i - l) need_replication={j, k}
 reduce_window (i j),()->(i j) major={j=6}
-conv_general_dilated/same (i l k),(m k j)->(i l j) reduction={k} need_replication={m} permutation={l}
-conv_general_dilated/same_dx (i l k),(m j k)->(i l j) reduction={k} need_replication={m} permutation={l}
-conv_general_dilated/same_dk (k l i),(k m j)->(- i j) reduction={k} need_replication={l, m}
+conv_general_dilated/same (i l k),(m k j)->(i l j) reduction={k} need_replication={m} permutation={l} halo={l=1:2}
+conv_general_dilated/same_dx (i l k),(m j k)->(i l j) reduction={k} need_replication={m} permutation={l} halo={l=2:1}
+conv_general_dilated/same_dk (k l i),(k l j)->(- i j) reduction={k, l} halo={l=1:2/0:0}
 conv_general_dilated/one (i l k),(- k j)->(i l j) reduction={k}
 conv_general_dilated/one_dx (i l k),(- j k)->(i l j) reduction={k}
 conv_general_dilated/one_dk (k l i),(k l j)->(- i j) reduction={k, l}
@@ -235,9 +235,9 @@ conv_general_dilated/valid_dk (k l i),(k m j)->(- i j) reduction={k} need_replic
 conv_general_dilated/skip (i l k),(- k j)->(i l j) reduction={k} major={l=10}
 conv_general_dilated/skip_dx (i l k),(- j k)->(i l j) reduction={k} major={l=10}
 conv_general_dilated/skip_dk (k l i),(k l j)->(- i j) reduction={k, l} major={l=10}
-conv_general_dilated/groups (i k j),(l - j)->(i k j) need_replication={l} permutation={k} major={j=4}
-conv_general_dilated/groups_dx (i k j),(l j -)->(i k j) need_replication={l} permutation={k} major={j=4}
-conv_general_dilated/groups_dk (j k i),(j l i)->(- - i) reduction={j} need_replication={k, l} major={i=4}
+conv_general_dilated/groups (i k j),(l - j)->(i k j) need_replication={l} permutation={k} major={j=4} halo={k=1:2}
+conv_general_dilated/groups_dx (i k j),(l j -)->(i k j) need_replication={l} permutation={k} major={j=4} halo={k=2:1}
+conv_general_dilated/groups_dk (j k i),(j k i)->(- - i) reduction={j, k} major={i=4} halo={k=1:2/0:0}
 cholesky (i - -)->(i - -)
 eigh (i - -)->(i - -),(i -)
 lu (i - -)->(i - -),(i -),(i -)
@@ -284,11 +284,11 @@ select_and_scatter/overlap (i j),(i k),()->(i -) need_replication={j, k}
 select_and_gather_add/rest (i j),(i j)->(i j) major={j=12}
 select_and_scatter/rest (i j),(i j),()->(i j) major={j=8}
 reduce_window/pair (i -),(i -),(),()->(i -),(i -)
-conv_general_dilated/nchw (i k l n),(j k m -)->(i j l n) reduction={k} need_replication={m} permutation={l}
-conv_general_dilated/mixed (k l n i),(m j - k)->(l i n j) reduction={k} need_replication={m} permutation={l}
-conv_general_dilated/dilated (i k l n),(j k m o)->(i j l -) reduction={k} need_replication={m, n, o} permutation={l}
-conv_general_dilated/batch_groups (i j k m),(i j l -)->(- i k m) reduction={j} need_replication={l} permutation={k} major={i=4}
-conv_general_dilated/depthwise (i j k m),(j - l -)->(i j k m) need_replication={l} permutation={k} major={j=4}
+conv_general_dilated/nchw (i k l n),(j k m -)->(i j l n) reduction={k} need_replication={m} permutation={l} halo={l=1:1}
+conv_general_dilated/mixed (k l n i),(m j - k)->(l i n j) reduction={k} need_replication={m} permutation={l} halo={l=1:1}
+conv_general_dilated/dilated (i k l n),(j k m o)->(i j l -) reduction={k} need_replication={m, n, o} permutation={l} halo={l=2:2}
+conv_general_dilated/batch_groups (i j k m),(i j l -)->(- i k m) reduction={j} need_replication={l} permutation={k} major={i=4} halo={k=1:1}
+conv_general_dilated/depthwise (i j k m),(j - l -)->(i j k m) need_replication={l} permutation={k} major={j=4} halo={k=1:1}
 cholesky_update (- -),(-)->(- -)
 eig (i - -)->(i -),(i - -),(i - -)
 geqrf (i - -)->(i - -),(i -)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd_auto.cost.compute import compute_seconds
+from spmd_auto.cost.exchange import exchanges
 from spmd_auto.cost.reshard import ReshardTable
 from spmd_auto.mesh.collectives import ALL_REDUCE, REDUCE_SCATTER, Transfer, collective
 from spmd_auto.mesh.logical import LogicalMesh, Spec
@@ -42,9 +43,10 @@ class OpForm:
       raws: specs of the raw results, before partial sums are combined.
       reductions: collectives that combine the partial sums.
       reshards: collectives that bring the combined result into its own spec.
+      exchange: what devices send each other inside the operation: edges of HALO factors, blocks of MOVE ones.
       compute: seconds of the local operation.
       flops: FLOP of the local operation.
-      after: seconds of compute, reshards and, unless they are shared with a sum group, reductions.
+      after: seconds of compute, exchange, reshards and, unless they are shared with a sum group, reductions.
       total: `after` and this operation's share of its operands' reshards; what forms compete by.
       transient: bytes of gathered operands and raw partial results, held only while the operation runs.
     """
@@ -54,6 +56,7 @@ class OpForm:
     raws: tuple[Spec, ...]
     reductions: tuple[Transfer, ...]
     reshards: tuple[Transfer, ...]
+    exchange: tuple[Transfer, ...]
     compute: float
     flops: float
     after: float
@@ -80,13 +83,15 @@ class Around(NamedTuple):
 
 class Layout(NamedTuple):
     """An operation with mesh axes on its factors: specs of operands and raw results, axes over which the results are
-    partial sums, seconds and FLOP of the local operation."""
+    partial sums, what is exchanged, seconds and FLOP of the local operation, and seconds of both."""
 
     targets: tuple[Spec, ...]
     raws: tuple[Spec, ...]
     partial: tuple[int, ...]
-    seconds: float
+    exchange: tuple[Transfer, ...]
+    compute: float
     flops: float
+    seconds: float
 
 
 class OperationTable:
@@ -95,7 +100,7 @@ class OperationTable:
     def __init__(self, mesh: LogicalMesh, reshards: ReshardTable):
         self.mesh, self.reshards = mesh, reshards
         self._memo: dict[tuple[int, Around], OpForm] = {}
-        self._layouts: dict[tuple[int, tuple[tuple[int, int], ...]], Layout] = {}
+        self._layouts: dict[tuple[int, tuple[tuple[int, int], ...]], Layout | None] = {}
 
     def forms(self, op: Op, around: Around) -> tuple[OpForm, ...]:
         """All forms of `op`, cheapest first."""
@@ -160,17 +165,17 @@ class OperationTable:
         return arranged
 
     def _price(self, op: Op, choice: tuple[int | None, ...], around: Around, limit: float = math.inf) -> OpForm | None:
-        """None if a factor is not divisible, or the compute or the operands' reshards alone cost more than `limit`."""
+        """None if a factor can't be split so, or the operation or its operands alone cost more than `limit`."""
         arranged = self._arrange(op.rule, choice, around)
         if arranged is None:
             return None
         key = (op.signature, tuple(arranged))
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = self._layout(op, arranged)
-        targets, raws, partial, seconds, flops = layout
-        if seconds > limit:
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(op, arranged)
+        layout = self._layouts[key]
+        if layout is None or layout.seconds > limit:
             return None
+        targets, raws, partial, exchange, compute, flops, seconds = layout
         incoming = transient = 0.0
         for k, value in enumerate(op.operands):
             if value.placed and around.operands[k] != targets[k]:
@@ -202,15 +207,16 @@ class OperationTable:
             raws,
             tuple(reductions),
             tuple(reshards),
-            seconds,
+            exchange,
+            compute,
             flops,
             after,
             total,
             transient,
         )
 
-    def _layout(self, op: Op, arranged: list[tuple[int, int]]) -> Layout:
-        """What follows from the axes of the factors alone."""
+    def _layout(self, op: Op, arranged: list[tuple[int, int]]) -> Layout | None:
+        """What follows from the axes of the factors alone; None if pieces are smaller than the edges they need."""
         at_operand: list[list[tuple[int, ...]]] = [[()] * len(v.shape) for v in op.operands]
         at_result: list[list[tuple[int, ...]]] = [[()] * len(v.shape) for v in op.results]
         partial: list[int] = []
@@ -226,8 +232,13 @@ class OperationTable:
             pieces *= self.mesh.sizes[axis]
         targets = tuple([tuple(spec) for spec in at_operand])
         raws = tuple([tuple(spec) for spec in at_result])
+        exchange = exchanges(self.mesh, self.reshards.fractions, op, arranged, targets, raws)
+        if exchange is None:
+            return None
         seconds, flops = compute_seconds(self.reshards.fractions, op, targets, raws, pieces)
-        return Layout(targets, raws, tuple(partial), seconds, flops)
+        return Layout(
+            targets, raws, tuple(partial), exchange, seconds, flops, seconds + sum([t.seconds for t in exchange])
+        )
 
     def _combine(
         self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: tuple[int, ...], around: Around

@@ -154,6 +154,9 @@ class Pricer:
                 tuple([form.raws[0][d] for d in permutation]),
                 tuple([(t.kind, t.axes) for t in form.reductions]),
             )
+            if form.exchange:
+                shared = None  # its devices talk before there is a sum
+                break
             if not first:
                 first = alike
                 scale = group.root_itemsize / self.analysis.classes.ops[op_class].op.results[0].itemsize

@@ -92,6 +92,7 @@ def make_report(pricer: Pricer, priced: Priced) -> PriceReport:
         flops += cls.trips * form.flops
         where = f"result of {cls.op.name}"
         add(form.reshards, cls.trips, where, cls.op.source)
+        add(form.exchange, cls.trips, f"pieces of {cls.op.name}", cls.op.source)
         add(
             form.reductions,
             structure.alone.get(i, cls.trips if structure.share_sum[i] == 1 else 0),

@@ -229,7 +229,10 @@ _LINEAR = ("transpose", "convert_element_type", "copy")
 
 
 def _makes_partial(op: Op) -> bool:
-    return op.flops > 0 or op.name == "reduce_sum"
+    """Contractions that lowering can run as they are on shards, inside a deferred sum."""
+    if op.name == "conv_general_dilated":  # the number of groups would have to follow their split
+        return op.eqn.params["feature_group_count"] == op.eqn.params["batch_group_count"] == 1
+    return op.name in ("dot_general", "reduce_sum")
 
 
 @dataclasses.dataclass(slots=True)

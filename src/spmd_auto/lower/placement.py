@@ -17,9 +17,11 @@ from spmd_auto.cost.structure import SumTree, reads_stored
 from spmd_auto.mesh.collectives import ALL_REDUCE
 from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.assignment import axis_places
+from spmd_auto.propagate.factors import Kind
 from spmd_auto.propagate.graph import Graph, Op, Site, Value
 
 Own = Callable[[Value], Spec]
+_WINDOWED = ("reduce_", "select_and_scatter")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Placement:
         the compiler would keep what the forward pass gathered.
       manual: staged reductions if the operation is written out by hand, else None.
       targets, reduced: operand specs and the result spec after the steps, of a manual operation.
+      edges: (operand, dimension, elements before, elements after) that its devices get from their neighbours.
     """
 
     operands: tuple[tuple[Spec, ...], ...]
@@ -49,6 +52,7 @@ class Placement:
     manual: tuple[Step, ...] | None = None
     targets: tuple[Spec, ...] = ()
     reduced: Spec = ()
+    edges: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         form = priced.forms[index]
         if op.site in between:
             continue
-        if form is not None and (op.cuts_regions or op.name.startswith("reduce_")):
+        if form is not None and (op.cuts_regions or op.name.startswith(_WINDOWED) or form.exchange):
             placement = _cut_point(pricer.reshards, op, form, own, op.site in pending)
             if op.backward:
                 again = tuple(
@@ -155,9 +159,12 @@ def _cut_point(reshards: ReshardTable, op: Op, form: OpForm, own: Own, deferred:
             continue
         stored = own(value)
         results.append(reshards.path(raw, stored) if not partial and raw != stored else (stored,))
-    if partial and not deferred and _is_manual(op, form):
+    by_hand = _windowed_by_hand(op, form) or (partial and _is_manual(op, form))
+    if by_hand and not deferred:
         steps, reduced = _steps(form, own(op.results[0]))
-        return Placement(tuple(operands), tuple(results), (), steps, form.targets, reduced)
+        if not partial:
+            results = [reshards.path(form.raws[0], own(op.results[0]))]
+        return Placement(tuple(operands), tuple(results), (), steps, form.targets, reduced, _edges(op, form))
     return Placement(tuple(operands), tuple(results))
 
 
@@ -195,6 +202,31 @@ def _elementwise(reshards: ReshardTable, op: Op, form: OpForm, own: Own) -> Plac
         moves = value.placed and reshards.price(value.bytes, raw, stored).transfers
         results.append(reshards.path(raw, stored) if moves else ())
     return Placement(tuple(operands), tuple(results)) if any(operands) or any(results) else None
+
+
+def _windowed_by_hand(op: Op, form: OpForm) -> bool:
+    """Whether a windowed operation is run on shards: XLA gathers, or moves more than the edges, by itself.
+
+    Seen for the gradient of max pooling (edges or not), for convolutions in groups, and for the gradient of a
+    transposed convolution for its kernel.
+    """
+    if all(index is None for index in form.choice):
+        return False
+    if op.name != "conv_general_dilated":
+        return op.name == "select_and_scatter_add"
+    params = op.eqn.params
+    summed = any(op.rule[i].halos and op.rule[i].kind is Kind.REDUCE for i in form.choice if i is not None)
+    dilated = any(n > 1 for n in params["lhs_dilation"])
+    return params["batch_group_count"] > 1 or params["feature_group_count"] > 1 or (dilated and summed)
+
+
+def _edges(op: Op, form: OpForm) -> tuple[tuple[int, int, int, int], ...]:
+    return tuple(
+        (k, d, *halo)
+        for index in dict.fromkeys(form.choice)
+        if index is not None
+        for (k, d), halo in zip(op.rule[index].operands, op.rule[index].halos, strict=False)
+    )
 
 
 def _is_manual(op: Op, form: OpForm) -> bool:

@@ -7,7 +7,8 @@ over devices:
 - `PASS`       each device computes its own piece of the result from its own pieces of the operands;
 - `REDUCE`     each device computes a partial result of full size; the partials are combined (`combine`);
 - `REPLICATE`  the operation needs the factor whole;
-- `HALO`       each device needs its piece and the edge of its neighbour's (collective-permutes).
+- `HALO`       each device needs its piece and the edges of its neighbours' (`halos`; collective-permutes);
+- `MOVE`       each device's piece of the result lies elsewhere: blocks change places (a slice, a join, a reversal).
 
 A rule never mentions a mesh, and never a model.
 """
@@ -30,6 +31,7 @@ class Kind(enum.Enum):
     REDUCE = "reduce"
     REPLICATE = "replicate"
     HALO = "halo"
+    MOVE = "move"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Factor:
       results: pairs (result position, dimension).  Empty for a reduced factor.
       kind: see `Kind`.
       combine: how partial results combine if `kind` is REDUCE: "add", "max", "min", "mul", "and", "or".
+      halos: for each of `operands` how many elements before and after its own piece a device needs; empty if none.
+        Of a HALO factor, and of a REDUCE one whose pieces overlap (a convolution's gradient for its kernel).
     """
 
     size: int
@@ -51,15 +55,22 @@ class Factor:
     results: tuple[tuple[int, int], ...] = ()
     kind: Kind = Kind.PASS
     combine: str = "add"
+    halos: tuple[tuple[int, int], ...] = ()
 
     @property
     def splittable(self) -> bool:
-        return self.kind in (Kind.PASS, Kind.REDUCE)
+        return self.kind is not Kind.REPLICATE
 
 
 Rule: TypeAlias = tuple[Factor, ...]
 Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
+_WORDS = (
+    ("reduction", Kind.REDUCE),
+    ("need_replication", Kind.REPLICATE),
+    ("permutation", Kind.HALO),
+    ("move", Kind.MOVE),
+)
 _LABEL = re.compile(r"[A-Za-z]\w*|[-1.]")
 
 
@@ -71,7 +82,8 @@ def parse_rule(text: str, operand_shapes: Shapes, result_shapes: Shapes) -> Rule
     """Reads a rule written as `"(i k),(k j)->(i j) reduction={k}"`.
 
     Each dimension carries one label; `-` marks a dimension without a factor (needed whole).
-    `reduction={..}`, `need_replication={..}` and `permutation={..}` name the kinds of labels;
+    `reduction={..}`, `need_replication={..}`, `permutation={..}` (halos) and `move={..}` name the kinds of labels;
+    `halo={i=1:1/0:0}` gives a label's halos, before:after for each operand it stands on;
     `combine=max` sets how partial results combine; `major={i=4}` says that the factor `i` has 4 elements
     and is the major part of the dimensions it stands on, where they are larger.
 
@@ -86,7 +98,7 @@ def parse_rule(text: str, operand_shapes: Shapes, result_shapes: Shapes) -> Rule
     right, tail = match.group(1), match.group(2)
     groups, outs = _shapes_of(left), _shapes_of(right)
     kinds: dict[str, Kind] = {}
-    for word, kind in (("reduction", Kind.REDUCE), ("need_replication", Kind.REPLICATE), ("permutation", Kind.HALO)):
+    for word, kind in _WORDS:
         found = re.search(word + r"=\{([^}]*)\}", tail)
         for label in re.findall(r"\w+", found.group(1)) if found else ():
             kinds[label] = kind
@@ -98,6 +110,11 @@ def parse_rule(text: str, operand_shapes: Shapes, result_shapes: Shapes) -> Rule
         )
     major = re.search(r"major=\{([^}]*)\}", tail)
     given = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", major.group(1) if major else "")}
+    edges = re.search(r"halo=\{([^}]*)\}", tail)
+    halos = {
+        name: tuple((int(a), int(b)) for a, b in re.findall(r"(\d+):(\d+)", each))
+        for name, each in re.findall(r"(\w+)=([\d:/]+)", edges.group(1) if edges else "")
+    }
     sizes: dict[str, int] = dict(given)
     where: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
     for side, (labels, shapes) in enumerate(((groups, operand_shapes), (outs, result_shapes))):
@@ -117,6 +134,7 @@ def parse_rule(text: str, operand_shapes: Shapes, result_shapes: Shapes) -> Rule
             tuple(res),
             kinds.get(name, Kind.PASS),
             combine.group(1) if combine and kinds.get(name) is Kind.REDUCE else "add",
+            halos.get(name, ()),
         )
         for name, (ops, res) in where.items()
     )
@@ -138,7 +156,7 @@ def format_rule(rule: Rule, operand_shapes: Shapes, result_shapes: Shapes) -> st
         return ",".join("(" + " ".join(row) + ")" for row in grid)
 
     text = side(operand_shapes, "operands") + "->" + side(result_shapes, "results")
-    for word, kind in (("reduction", Kind.REDUCE), ("need_replication", Kind.REPLICATE), ("permutation", Kind.HALO)):
+    for word, kind in _WORDS:
         chosen = [label[index] for index, factor in enumerate(rule) if factor.kind is kind]
         if chosen:
             text += f" {word}={{{', '.join(chosen)}}}"
@@ -150,5 +168,12 @@ def format_rule(rule: Rule, operand_shapes: Shapes, result_shapes: Shapes) -> st
     ]
     if major:
         text += f" major={{{', '.join(major)}}}"
+    edges = [
+        f"{label[index]}={'/'.join(f'{before}:{after}' for before, after in factor.halos)}"
+        for index, factor in enumerate(rule)
+        if factor.halos
+    ]
+    if edges:
+        text += f" halo={{{', '.join(edges)}}}"
     combines = {factor.combine for factor in rule if factor.kind is Kind.REDUCE} - {"add"}
     return text + (f" combine={combines.pop()}" if combines else "")

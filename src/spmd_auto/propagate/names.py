@@ -39,27 +39,30 @@ def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
     for group in _indexed(graph, axes):
         give(group, "vocab")
     contractions = [op for op in graph.ops if op.flops and len(op.operands) >= 2]
+    for group, name in _window_axes(contractions, axes).items():
+        give(group, name)
     for group in _expert_axes(contractions, axes):
         give(group, "experts")
     heads, widths = _activation_contractions(contractions, axes)
     for group in heads:
         give(group, "heads")
     stream = _parameter_axes(program, graph, axes, contractions)
+    channels = _channels(contractions, axes)
     for group in stream:
-        if group not in names and stream[group] > 2:
+        if group not in names and group not in channels and stream[group] > 2:
             give(group, "embed")
             break
     for group in widths if heads else ():
         give(group, "head_dim")
     for leaf, value in batch_leaves:
         free = [g for g in axes.of[value.id] if names.get(g) != "layers"]
-        if len(free) > 1:
+        if len(free) > 1 and free[1] not in names:
             integer = leaf.itemsize <= 8 and getattr(leaf.dtype, "kind", "f") in "iu"
             give(free[1], "sequence" if integer or len(free) == 3 else "features")
         for group in free[2:]:
             give(group, "features")
     for group in stream:
-        give(group, "mlp")
+        give(group, "channels" if group in channels else "mlp")
     for value in graph.arguments:
         for group in axes.of[value.id]:
             give(group, "hidden")
@@ -135,6 +138,33 @@ def _expert_axes(contractions: list[Op], axes: Axes) -> list[int]:
                 k, d = factor.operands[0]
                 out.setdefault(axes.of[op.operands[k].id][d])
     return list(out)
+
+
+_SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+
+
+def _window_axes(contractions: list[Op], axes: Axes) -> dict[int, str]:
+    """Dimensions over which kernels move, and those of the kernels."""
+    out: dict[int, str] = {}
+    for op in contractions:
+        if op.name != "conv_general_dilated" or op.operands[1].depends != PARAMETER:
+            continue
+        numbers = op.eqn.params["dimension_numbers"]
+        spatial = numbers.lhs_spec[2:]
+        for name, i, j in zip(_SPATIAL.get(len(spatial), ()), spatial, numbers.rhs_spec[2:], strict=False):
+            out.setdefault(axes.of[op.operands[0].id][i], name)
+            out.setdefault(axes.of[op.operands[1].id][j], "window")
+    return out
+
+
+def _channels(contractions: list[Op], axes: Axes) -> set[int]:
+    """Features that more convolutions than other contractions read or make from a parameter."""
+    balance: Counter[int] = Counter()
+    for op in contractions:
+        if op.operands[1].depends == PARAMETER:
+            for group in axes.of[op.operands[1].id]:
+                balance[group] += 1 if op.name == "conv_general_dilated" else -1
+    return {group for group, count in balance.items() if count > 0}
 
 
 def _parameter_axes(program: Program, graph: Graph, axes: Axes, contractions: list[Op]) -> dict[int, int]:

@@ -37,7 +37,7 @@ class SearchOptions:
     beam_width: int = 2
     per_structure: int = 1
     polished: int = 2
-    patience: int = 1
+    patience: int = 2
     depth: int = 16
     states: int = 20_000
     seconds: float | None = None

@@ -34,8 +34,13 @@ class RuleBuilder:
         kind: Kind = Kind.PASS,
         combine: str = "add",
         size: int | None = None,
+        halos: Mapping[Place, tuple[int, int]] | None = None,
     ) -> None:
-        """Adds a factor.  Without `size` it covers whole dimensions, which must agree."""
+        """Adds a factor.  Without `size` it covers whole dimensions, which must agree.
+
+        Args:
+          halos: elements before and after its own piece that a device needs, by operand place.
+        """
         operands, results = tuple(sorted(operands)), tuple(sorted(results))
         if size is None:
             sizes = {self.operands[k][d] for k, d in operands} | {self.results[k][d] for k, d in results}
@@ -43,7 +48,8 @@ class RuleBuilder:
                 raise RuleError(f"one factor on dimensions of sizes {sorted(sizes)}")
             size = sizes.pop()
         if size > 1:
-            self._factors.append(Factor(size, operands, results, kind, combine))
+            edges = tuple((halos or {}).get(place, (0, 0)) for place in operands)
+            self._factors.append(Factor(size, operands, results, kind, combine, edges if any(map(any, edges)) else ()))
 
     def needed_whole(self, *operands: Place) -> None:
         """Says of operand dimensions that have no counterpart in the results that they can't be split."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from spmd_auto.propagate.factors import Kind, Rule, Shapes
 from spmd_auto.propagate.rules.build import Params, RuleBuilder, RuleLike, of_names
@@ -21,38 +22,48 @@ class _Window:
     window_dilation: int
 
     @property
-    def apart(self) -> bool:
-        """Windows do not overlap and cover the input (pooling, patches, skipping): block by block to one output."""
-        plain = self.input_dilation == self.window_dilation == 1 and self.padding == (0, 0)
-        return plain and self.window <= self.stride and self.input == self.output * self.stride
+    def span(self) -> int:
+        """Elements that a window covers, gaps of the dilation included."""
+        return (self.window - 1) * self.window_dilation + 1
 
-    @property
-    def spreads(self) -> bool:
-        """Each input makes a block of outputs of its own: the gradient of `apart` for the input."""
-        plain = self.stride == self.window_dilation == 1 and self.output == self.input * self.input_dilation
-        return plain and self.window - 1 <= self.padding[0] < self.input_dilation
+    def along_output(self) -> tuple[int, int, int] | None:
+        """(pieces, elements before, elements after): each piece of the output needs one of the input and its edges.
 
-    @property
-    def covers(self) -> bool:
-        """Each element of the window meets a block of the input of its own: the gradient of `apart` for the window."""
-        plain = self.stride == self.input_dilation == 1 and self.padding[0] == 0
-        return plain and self.output <= self.window_dilation and self.input == self.window * self.window_dilation
+        Output piece [o, o + m) looks at the dilated input from o * stride - padding to (o + m - 1) * stride - padding
+        + span - 1.  Its own piece of the input is the same share of it, so the two must be in proportion.  None if
+        they are not.  Pooling, patches and skipping need no edges.
+        """
+        if self.input * self.input_dilation != self.output * self.stride:
+            return None
+        return math.gcd(self.input, self.output), *self._edges(self.span - self.stride - self.padding[0])
+
+    def along_window(self) -> tuple[int, int, int] | None:
+        """(pieces, elements of the input before, and after): each piece of the window meets one of the input.
+
+        The gradient for the kernel: there the window is as large as the image, and its pieces are summed.  Window
+        piece [w, w + m) meets the dilated input from w * window_dilation - padding to
+        (w + m - 1) * window_dilation + (output - 1) * stride - padding.
+        """
+        if self.input * self.input_dilation != self.window * self.window_dilation:
+            return None
+        after = (self.output - 1) * self.stride + 1 - self.window_dilation - self.padding[0]
+        return math.gcd(self.input, self.window), *self._edges(after)
+
+    def _edges(self, after: int) -> tuple[int, int]:
+        """Elements of the input among `padding` places of the dilated input before a piece, and `after` behind it."""
+        n = self.input_dilation
+        return max(0, self.padding[0]) // n, -(-max(0, after) // n)
 
 
 def _spatial(build: RuleBuilder, w: _Window, operand: tuple[int, int], result: tuple[int, int]) -> None:
-    """The factor of a windowed dimension.
-
-    Where each piece of the output needs one piece of the input, it passes; the smaller of the two is the major part
-    of the larger.  Otherwise pieces need their neighbours' edges: a halo where both have the same size, else whole.
-    """
-    if w.apart:
-        build.add([operand], [result], size=w.output)
-    elif w.spreads:
-        build.add([operand], [result], size=w.input)
-    elif w.input == w.output:
-        build.add([operand], [result], kind=Kind.HALO)
-    else:
+    """The factor of a windowed dimension: it passes, with edges of the neighbours if windows overlap, or is whole."""
+    found = w.along_output()
+    if found is None:
         build.needed_whole(operand)
+        return
+    size, before, after = found
+    kind = Kind.HALO if before or after else Kind.PASS
+    build.add([operand], [result], kind=kind, size=size, halos={operand: (before, after)})
 
 
 def _windows(params: Params, sizes: list[tuple[int, int, int]]) -> list[_Window]:
@@ -75,7 +86,7 @@ def reduce_window(params: Params, operands: Shapes, results: Shapes) -> Rule:
     for d, w in enumerate(_windows(params, sizes)):
         if len(arrays) == 1 and len(results) == 1:
             _spatial(build, w, (0, d), (0, d))
-        elif w.window == w.stride == 1 and w.apart:
+        elif w.window == 1 and w.along_output() == (w.output, 0, 0) and w.input == w.output:
             build.add([(k, d) for k in arrays], [(k, d) for k in range(len(results))])
     return build.build()
 
@@ -85,11 +96,17 @@ def select_and_scatter_add(params: Params, operands: Shapes, results: Shapes) ->
     build = RuleBuilder(operands, results)
     sizes = list(zip(operands[1], params["window_dimensions"], operands[0], strict=True))
     for d, w in enumerate(_windows(params, sizes)):
-        if w.apart:
-            build.add([(0, d), (1, d)], [(0, d)], size=w.output)
-        else:
-            build.needed_whole((0, d))
-            build.add([(1, d)], [(0, d)], kind=Kind.HALO)
+        found = w.along_output()
+        if found is None:
+            build.needed_whole((0, d), (1, d))
+            continue
+        # windows that begin before the piece and those that end after it reach into it; they look further still
+        early, late = -(-found[2] // w.stride), -(-found[1] // w.stride)
+        halos = {(0, d): (early, late), (1, d): (early * w.stride + found[1], late * w.stride + found[2])}
+        if not (early or late):
+            halos = {}
+        kind = Kind.HALO if halos else Kind.PASS
+        build.add([(0, d), (1, d)], [(0, d)], kind=kind, size=w.output, halos=halos)
     return build.build()
 
 
@@ -115,8 +132,9 @@ def conv_general_dilated(params: Params, operands: Shapes, results: Shapes) -> R
     sizes = [(lhs[i], rhs[j], out[k]) for i, j, k in zip(lhs_spatial, rhs_spatial, out_spatial, strict=True)]
     for d, w in enumerate(_windows(params, sizes)):
         i, j, k = (0, lhs_spatial[d]), (1, rhs_spatial[d]), (0, out_spatial[d])
-        if w.covers and w.window > 1:
-            build.add([i, j], kind=Kind.REDUCE, size=w.window)
+        meets = w.along_window()
+        if meets is not None and w.along_output() is None and w.window > 1:
+            build.add([i, j], kind=Kind.REDUCE, size=meets[0], halos={i: meets[1:]})
         else:
             _spatial(build, w, i, k)
             build.needed_whole(j)
