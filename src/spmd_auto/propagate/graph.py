@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd_auto import _compat
+from spmd_auto.propagate.convolution import convolution_flops
 from spmd_auto.propagate.factors import Factor, Rule
 from spmd_auto.propagate.rules import opaque_reason, rule_for
 from spmd_auto.trace import Program, Role
@@ -384,7 +385,5 @@ def _flops(name: str, eqn: Any, operands: Sequence[Value], results: Sequence[Val
     if name == "ragged_dot_general" or name == "ragged_dot":
         return 2 * math.prod(operands[0].shape) * results[0].shape[-1]
     if name == "conv_general_dilated":
-        spec = eqn.params["dimension_numbers"].rhs_spec
-        kernel = operands[1].shape
-        return 2 * math.prod(results[0].shape) * math.prod(kernel) // max(1, kernel[spec[0]])
+        return convolution_flops(eqn.params, operands[0].shape, operands[1].shape, results[0].shape)
     return 0

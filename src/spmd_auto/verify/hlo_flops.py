@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import re
 
-import numpy as np
-
+from spmd_auto.propagate.convolution import meetings
 from spmd_auto.verify.hlo_text import Computation, HloArray, Instruction
 
 _WINDOW_FIELD = re.compile(r"(\w+)=([^\s}]+)")
@@ -84,7 +83,7 @@ def _convolution(instruction: Instruction, lhs: HloArray, rhs: HloArray, out: Hl
     flops = 2.0 * out.shape[out_labels.index("b")] * out.shape[out_labels.index("f")]
     flops *= rhs.shape[rhs_labels.index("i")]
     for d in range(rank):
-        flops *= _meetings(
+        flops *= meetings(
             size=lhs.shape[lhs_labels.index(str(d))],
             kernel=rhs.shape[rhs_labels.index(str(d))],
             out=out.shape[out_labels.index(str(d))],
@@ -94,9 +93,3 @@ def _convolution(instruction: Instruction, lhs: HloArray, rhs: HloArray, out: Hl
             kernel_dilation=rhs_dilations[d],
         )
     return flops
-
-
-def _meetings(*, size: int, kernel: int, out: int, stride: int, pad: int, dilation: int, kernel_dilation: int) -> int:
-    """Pairs (output position, kernel position) of one dimension that fall on an element of the input."""
-    at = (np.arange(out) * stride - pad)[:, None] + np.arange(kernel) * kernel_dilation
-    return int(((at >= 0) & (at % dilation == 0) & (at < (size - 1) * dilation + 1)).sum())
