@@ -147,6 +147,20 @@ def test_convolution_and_pooling():
     assert names["params/w"][1] == names["image"][1]
 
 
+def test_batch_is_where_the_work_is():
+    """A mask is larger than the data and has a leading dimension that no contraction reads."""
+
+    def step(params, mask, x):
+        lengths = jnp.zeros(16, jnp.int32).at[jnp.arange(16)].set(mask.sum(1))
+        return jnp.tanh(x @ params["w"]).sum() * lengths.sum()
+
+    f32 = jnp.float32
+    mask, x = jax.ShapeDtypeStruct((16, 64), jnp.int32), jax.ShapeDtypeStruct((16, 32), f32)
+    names = leaf_names(analyse(trace(step, {"w": jax.ShapeDtypeStruct((32, 8), f32)}, mask, x)))
+    assert names["x"][0] == "batch"
+    assert names["mask"][0] == "batch_2"
+
+
 CHILD = """
 from tests.propagate.test_names import MODELS, analysis, leaf_names
 for model in ("scan", "moe unrolled"):

@@ -31,11 +31,17 @@ def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
         for leaf, value in zip(program.arguments, graph.arguments, strict=True)
         if leaf.role is Role.BATCH and value.shape
     ]
-    batch_leaves.sort(key=lambda entry: -entry[0].bytes)  # stable; a key or a mask is not what batch is named after
-    for _, value in batch_leaves:  # behind the loop of a step that scans over micro-batches
+    work = _work(graph, axes)
+    leading: dict[
+        int, tuple[int, int]
+    ] = {}  # (contractions' FLOP, bytes): not a mask's or a key's dimension before data's
+    for leaf, value in batch_leaves:  # behind the loop of a step that scans over micro-batches
         free = [g for g in axes.of[value.id] if names.get(g) != "layers"]
         if free:
-            give(free[0], "batch")
+            leading[free[0]] = max(leading.get(free[0], (0, 0)), (work[free[0]], leaf.bytes))
+    for group in sorted(leading, key=lambda g: leading[g], reverse=True):
+        give(group, "batch")
+    batch_leaves.sort(key=lambda entry: -entry[0].bytes)
     for group in _indexed(graph, axes):
         give(group, "vocab")
     contractions = [op for op in graph.ops if op.flops and len(op.operands) >= 2]
@@ -72,6 +78,16 @@ def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
                 for group in axes.of[value.id]:
                     give(group, "inner")
     return names
+
+
+def _work(graph: Graph, axes: Axes) -> Counter[int]:
+    """FLOP of the contractions that each group stands on."""
+    work: Counter[int] = Counter()
+    for op in graph.ops:
+        if op.flops:
+            for group in {g for v in (*op.operands, *op.results) for g in axes.of[v.id]}:
+                work[group] += op.flops * op.trips
+    return work
 
 
 def _stacked(graph: Graph, axes: Axes) -> list[int]:
