@@ -190,17 +190,19 @@ def _deferred_sum(pricer: Pricer, priced: Priced, tree: SumTree, own: Own) -> De
 
 
 def _elementwise(reshards: ReshardTable, op: Op, form: OpForm, own: Own) -> Placement | None:
-    """Constraints where the price of any other operation says that something moves; None if nothing does."""
+    """Constraints where the price of any other operation says that a layout changes; None if none does.
+
+    Also where the change is a cut that moves nothing: a value left open takes its readers' layout, and XLA then
+    gathers what was whole, or exchanges the edges of a slice.
+    """
     operands: list[tuple[Spec, ...]] = []
     for value, target in zip(op.operands, form.targets, strict=True):
         stored = own(value)
-        moves = value.placed and reshards.price(value.bytes, stored, target).transfers
-        operands.append(reshards.path(stored, target) if moves else ())
+        operands.append(reshards.path(stored, target) if value.placed and stored != target else ())
     results: list[tuple[Spec, ...]] = []
     for value, raw in zip(op.results, form.raws, strict=True):
         stored = own(value)
-        moves = value.placed and reshards.price(value.bytes, raw, stored).transfers
-        results.append(reshards.path(raw, stored) if moves else ())
+        results.append(reshards.path(raw, stored) if value.placed and (any(operands) or raw != stored) else ())
     return Placement(tuple(operands), tuple(results)) if any(operands) or any(results) else None
 
 
