@@ -42,6 +42,11 @@ compiler_extras() {
   if [[ "$(uname -sm)" == "Linux x86_64" ]]; then echo ",tpu,gpu"; fi
 }
 
+# Models of packages that are supported on Python 3.11, with the jax that it gets.
+model_extras() {
+  if ! python_at_least "$1" 12; then echo ",models"; fi
+}
+
 ensure_venv() {
   local venv="$1" python="$2" extras="$3"
   local requirement="$ROOT${extras:+[$extras]}"

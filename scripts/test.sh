@@ -5,8 +5,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 compilers="$(compiler_extras)"
 python="$(find_python)"
-ensure_venv "$ROOT/.venv" "$python" "test$compilers"
-# Where the compilers for TPU and GPU were installed, a test that needs them and can't find them fails, not skips.
+models="$(model_extras "$python")"
+ensure_venv "$ROOT/.venv" "$python" "test$compilers$models"
+# Where compilers for TPU and GPU, or models of others, were installed, a test that can't find them fails, not skips.
 if [[ -n "$compilers" ]]; then export SPMD_AUTO_REQUIRE_COMPILERS=1; fi
+if [[ -n "$models" ]]; then export SPMD_AUTO_REQUIRE_MODELS=1; fi
 say "running pytest $*"
 exec .venv/bin/python -m pytest "$@"
