@@ -36,25 +36,23 @@ def moved(verification: Verification) -> float:
     return sum(row.found_bytes for row in verification.rows)
 
 
+def commit() -> str:
+    """The commit that is checked out, and whether files that matter are changed."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    dirty = git("status", "--porcelain", "src", "tests/models", "tests/foreign", "benchmarks")
+    return git("rev-parse", "--short", "HEAD") + (" + changes" if ".py" in dirty else "")
+
+
 class Report:
     """Prints lines and keeps them for a file under `results/`, headed by commit, date and versions."""
 
     def __init__(self, name: str):
         self.path = ROOT / "benchmarks" / "results" / f"{name}.txt"
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "src", "tests/models", "benchmarks"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        ).stdout
         python = ".".join(map(str, sys.version_info[:3]))
-        self.lines = [
-            f"commit {commit.strip()}{' + changes' if '.py' in dirty else ''}, {datetime.date.today()}, "
-            f"jax {jax.__version__}, Python {python}"
-        ]
+        self.lines = [f"commit {commit()}, {datetime.date.today()}, jax {jax.__version__}, Python {python}"]
         print(self.lines[0])
 
     def add(self, line: str = "") -> None:
