@@ -27,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from spmd_auto import _compat
 from spmd_auto.propagate.factors import Kind, Rule
 
-from . import windows
+from . import moves, windows
 from .applications import Application
 
 Placement = Mapping[int, tuple[str, ...]]  # factor -> mesh axes, major first
@@ -132,15 +132,6 @@ def _same(local: Local, args: list[Any]) -> list[Any]:
     return args
 
 
-def _slice(local: Local, args: list[Any]) -> list[Any]:
-    pieces = [local.pieces("operands", 0, d) for d in range(args[0].ndim)]
-    cut = {
-        key: tuple(at // n for at, n in zip(local.params[key], pieces, strict=True))
-        for key in ("start_indices", "limit_indices")
-    }
-    return local.bind(args, **cut)
-
-
 def _tile(local: Local, args: list[Any]) -> list[Any]:
     pairs = zip(local.shape("results", 0), local.shape("operands", 0), strict=True)
     return local.bind(args, reps=tuple(out // size for out, size in pairs))
@@ -232,7 +223,7 @@ _LOCAL: dict[str, Callable[[Local, list[Any]], list[Any]]] = {
     "iota": _iota,
     "random_bits": _per_key,
     "random_split": _per_key,
-    "slice": _slice,
+    **dict.fromkeys(("slice", "split", "concatenate", "pad", "rev"), moves.whole_then_cut),
     "tile": _tile,
     "gather": _gather,
     "conv_general_dilated": _conv,

@@ -118,13 +118,13 @@ broadcast_in_dim/scalar ()->(i j)
 broadcast_in_dim/ones (i -)->(i j k)
 transpose (j k i)->(i j k)
 squeeze (i - j -)->(i j)
-concatenate (i - j),(i - j)->(i - j)
-split (i - j)->(i - j),(i - j)
-pad (i - j -),()->(i - j -)
+concatenate (i j k),(i j k)->(i j k) move={j} major={j=2}
+split (i j k)->(i j k),(i j k) move={j} major={j=2}
+pad (i j k l),()->(i j k l) move={j, l} major={j=2}
 pad/interior (- i),()->(- i)
-slice (i - j)->(i - j)
+slice (i j k)->(i j k) move={j} major={j=2}
 slice/strided (i -)->(i -)
-rev (i j k)->(i j k) need_replication={j}
+rev (i j k)->(i j k) move={j}
 dynamic_slice (i - j),(),(),()->(i - j)
 dynamic_update_slice/row (i j),(- j),(),()->(i j) need_replication={i}
 dynamic_update_slice/window (i k l),(i j l),(),(),()->(i k l) need_replication={j, k}

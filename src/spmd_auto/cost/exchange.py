@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from spmd_auto.cost.blocks import Exchange, exchange, pieces_of
 from spmd_auto.mesh.collectives import PERMUTE, Transfer, collective
 from spmd_auto.mesh.logical import LogicalMesh, ShardFractions, Spec
-from spmd_auto.propagate.factors import Factor
+from spmd_auto.propagate.factors import Factor, Kind
 from spmd_auto.propagate.graph import Op
 
 
@@ -34,7 +35,49 @@ def exchanges(
             if edges is None:
                 return None
             made += edges
+        elif factor.kind is Kind.MOVE:
+            axes = [axis for axis, f in arranged if f == index]
+            moved = _moved(mesh, fractions, op, factor, axes, operand_specs, result_specs)
+            if moved is None:
+                return None
+            made += moved
     return tuple(made)
+
+
+def blocks_of(op: Op, factor: Factor, pieces: int) -> Exchange | None:
+    """How the blocks of a MOVE factor change places between `pieces` devices; None if there are too many of them, or
+    if the operation is none that `pieces_of` knows."""
+    dim = factor.results[0][1]
+    operands = tuple(op.operands[k].shape[d] for k, d in factor.operands)
+    results = tuple(op.results[k].shape[d] for k, d in factor.results)
+    found = pieces_of(op.name, op.eqn.params, operands, results, dim)
+    return None if found is None else exchange(found, operands, results, pieces)
+
+
+def _moved(
+    mesh: LogicalMesh,
+    fractions: ShardFractions,
+    op: Op,
+    factor: Factor,
+    axes: list[int],
+    operand_specs: Sequence[Spec],
+    result_specs: Sequence[Spec],
+) -> list[Transfer] | None:
+    """One permute for each round of blocks."""
+    pieces = math.prod(mesh.sizes[a] for a in axes)
+    # along its other dimensions a slice is cut before its blocks move, and a padding grows after it
+    small, spec, (_, d) = (
+        (op.operands[0], operand_specs[0], factor.operands[0])
+        if op.name == "pad"
+        else (op.results[0], result_specs[0], factor.results[0])
+    )
+    local = small.bytes * fractions[spec]
+    if op.name == "rev":  # each shard goes to its opposite
+        return [collective(mesh, PERMUTE, axes, local)]
+    found = blocks_of(op, factor, pieces)
+    if found is None:
+        return None
+    return [collective(mesh, PERMUTE, axes, local * found.block / (small.shape[d] // pieces))] * found.sent
 
 
 def _edges(

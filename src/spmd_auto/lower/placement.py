@@ -43,6 +43,8 @@ class Placement:
         the compiler would keep what the forward pass gathered.
       manual: staged reductions if the operation is written out by hand, else None.
       targets, reduced: operand specs and the result spec after the steps, of a manual operation.
+      moves: dimensions along which blocks change places in a manual operation; it has no reductions then.
+      raws: specs of its results.
       edges: (operand, dimension, elements before, elements after) that its devices get from their neighbours.
     """
 
@@ -53,6 +55,8 @@ class Placement:
     targets: tuple[Spec, ...] = ()
     reduced: Spec = ()
     edges: tuple[tuple[int, int, int, int], ...] = ()
+    moves: tuple[int, ...] = ()
+    raws: tuple[Spec, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         form = priced.forms[index]
         if op.site in between:
             continue
-        if form is not None and (op.cuts_regions or op.name.startswith(_WINDOWED) or form.exchange):
+        if form is not None and (op.cuts_regions or op.name.startswith(_WINDOWED) or _moves(op, form)):
             placement = _cut_point(pricer.reshards, op, form, own, op.site in pending)
             if op.backward:
                 again = tuple(
@@ -159,6 +163,10 @@ def _cut_point(reshards: ReshardTable, op: Op, form: OpForm, own: Own, deferred:
             continue
         stored = own(value)
         results.append(reshards.path(raw, stored) if not partial and raw != stored else (stored,))
+    moves = () if op.name == "rev" else _moves(op, form)
+    if moves:
+        results = [reshards.path(raw, own(v)) if v.placed else () for v, raw in zip(op.results, form.raws, strict=True)]
+        return Placement(tuple(operands), tuple(results), moves=moves, targets=form.targets, raws=form.raws)
     by_hand = _windowed_by_hand(op, form) or (partial and _is_manual(op, form))
     if by_hand and not deferred:
         steps, reduced = _steps(form, own(op.results[0]))
@@ -220,6 +228,12 @@ def _windowed_by_hand(op: Op, form: OpForm) -> bool:
     summed = any(op.rule[i].halos and op.rule[i].kind is Kind.REDUCE for i in form.choice if i is not None)
     dilated = any(n > 1 for n in params["lhs_dilation"])
     return params["batch_group_count"] > 1 or params["feature_group_count"] > 1 or (dilated and summed)
+
+
+def _moves(op: Op, form: OpForm) -> tuple[int, ...]:
+    """Dimensions along which blocks change places, in order."""
+    chosen = {i for i in form.choice if i is not None}
+    return tuple(sorted(op.rule[i].results[0][1] for i in chosen if op.rule[i].kind is Kind.MOVE))
 
 
 def _edges(op: Op, form: OpForm) -> tuple[tuple[int, int, int, int], ...]:

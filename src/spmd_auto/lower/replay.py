@@ -18,6 +18,7 @@ from spmd_auto import _compat
 from spmd_auto.errors import LoweringError
 from spmd_auto.lower.foreign import FOREIGN
 from spmd_auto.lower.manual import Pending, deferred_sum, manual_op
+from spmd_auto.lower.moves import moved_op
 from spmd_auto.lower.placement import Placements
 from spmd_auto.mesh.logical import Spec
 from spmd_auto.propagate.graph import CALLS, Site
@@ -122,6 +123,9 @@ class Replay:
         if placement.manual is not None:
             self.manual += 1
             outs = [manual_op(eqn, operands, placement, self.logical, self.mesh)]
+        elif placement.moves:
+            self.manual += 1
+            outs = moved_op(eqn, operands, placement, self.logical, self.mesh)
         else:
             outs = _compat.bind(eqn, operands)
         for k, specs in enumerate(placement.results):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from spmd_auto.propagate.factors import Kind
+from spmd_auto.propagate.factors import Factor, Kind
 from spmd_auto.propagate.graph import Graph, Op, Value
 from spmd_auto.propagate.unionfind import UnionFind
 
@@ -43,7 +43,7 @@ def find_axes(graph: Graph) -> Axes:
     sets = UnionFind(total)
     for op in graph.ops:
         for factor in op.rule:
-            if factor.kind is Kind.REPLICATE:
+            if factor.kind is Kind.REPLICATE or (factor.kind is Kind.MOVE and not _all_kept(op, factor)):
                 continue
             dims = [base[op.operands[k].id] + d for k, d in factor.operands]
             dims += [base[op.results[k].id] + d for k, d in factor.results]
@@ -57,6 +57,13 @@ def find_axes(graph: Graph) -> Axes:
         for g, n in zip(groups, value.shape, strict=True):
             size[g] = max(size[g], n)
     return Axes(of, axis_of, size)
+
+
+def _all_kept(op: Op, factor: Factor) -> bool:
+    """Whether blocks only change places (a split, a join).  A slice or a padding may cut a table of positions to the
+    length at hand: what it leaves out has nothing to do with what it keeps."""
+    before = sum(op.operands[k].shape[d] for k, d in factor.operands)
+    return before == sum(op.results[k].shape[d] for k, d in factor.results)
 
 
 def _factor_axes(op: Op, axis_of: list[tuple[int, ...]]) -> list[int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from spmd_auto.propagate.factors import Kind, Rule, Shapes
-from spmd_auto.propagate.rules.build import Params, RuleBuilder, RuleLike, pass_except
+from spmd_auto.propagate.rules.build import Params, RuleBuilder, RuleFunction, RuleLike
 
 
 def broadcast_in_dim(params: Params, operands: Shapes, results: Shapes) -> Rule:
@@ -72,11 +72,44 @@ def add_dimensions(params: Params, operands: Shapes, results: Shapes) -> Rule:
     return build.build()
 
 
-def same_size(params: Params, operands: Shapes, results: Shapes) -> Rule:
-    """slice and dynamic_slice: a dimension taken whole passes; one that is cut is needed and born whole.
+def slice_(params: Params, operands: Shapes, results: Shapes) -> Rule:
+    """A dimension taken whole passes; of one that is cut (with stride 1) blocks change places."""
+    build = RuleBuilder(operands, results)
+    strides = params["strides"] or (1,) * len(results[0])
+    for d, size in enumerate(results[0]):
+        if operands[0][d] == size:
+            build.add([(0, d)], [(0, d)])
+        elif strides[d] == 1:
+            build.add([(0, d)], [(0, d)], kind=Kind.MOVE, size=math.gcd(operands[0][d], size))
+    return build.build()
 
-    A shifted piece of a split dimension would have to come from a neighbour.
-    """
+
+def joins(key: str) -> RuleFunction:
+    """concatenate and split: along the dimension named by a parameter blocks change places, others pass."""
+
+    def rule(params: Params, operands: Shapes, results: Shapes) -> Rule:
+        build = RuleBuilder(operands, results)
+        for d in range(len(results[0])):
+            places = [(k, d) for k in range(len(operands))], [(k, d) for k in range(len(results))]
+            if d == params[key]:
+                size = math.gcd(*(shape[d] for shape in (*operands, *results)))
+                build.add(*places, kind=Kind.MOVE, size=size)
+            else:
+                build.add(*places)
+        return build.build()
+
+    return rule
+
+
+def rev(params: Params, operands: Shapes, results: Shapes) -> Rule:
+    build = RuleBuilder(operands, results)
+    for d in range(len(results[0])):
+        build.add([(0, d)], [(0, d)], kind=Kind.MOVE if d in params["dimensions"] else Kind.PASS)
+    return build.build()
+
+
+def dynamic_slice(params: Params, operands: Shapes, results: Shapes) -> Rule:
+    """A dimension taken whole passes; one that is cut is needed and born whole: who has the piece is not known."""
     build = RuleBuilder(operands, results)
     for d, size in enumerate(results[0]):
         if operands[0][d] == size:
@@ -85,11 +118,13 @@ def same_size(params: Params, operands: Shapes, results: Shapes) -> Rule:
 
 
 def pad(params: Params, operands: Shapes, results: Shapes) -> Rule:
-    """Only dimensions without any padding pass: (1, -1) keeps the size and still shifts."""
+    """Dimensions without any padding pass ((1, -1) keeps the size and still shifts); of others blocks change places."""
     build = RuleBuilder(operands, results)
-    for d, config in enumerate(params["padding_config"]):
-        if tuple(config) == (0, 0, 0):
+    for d, (low, high, interior) in enumerate(params["padding_config"]):
+        if (low, high, interior) == (0, 0, 0):
             build.add([(0, d)], [(0, d)])
+        elif not interior and operands[0][d] + min(0, low) + min(0, high) > 0:
+            build.add([(0, d)], [(0, d)], kind=Kind.MOVE, size=math.gcd(operands[0][d], results[0][d]))
     return build.build()
 
 
@@ -129,12 +164,12 @@ RULES: dict[str, RuleLike] = {
     "unstack": drop_dimensions,
     "expand_dims": add_dimensions,
     "stack": add_dimensions,
-    "slice": same_size,
-    "dynamic_slice": same_size,
+    "slice": slice_,
+    "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     "pad": pad,
     "tile": tile,
-    "concatenate": pass_except("dimension"),
-    "split": pass_except("axis"),
-    "rev": pass_except("dimensions"),
+    "concatenate": joins("dimension"),
+    "split": joins("axis"),
+    "rev": rev,
 }
