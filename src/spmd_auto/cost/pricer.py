@@ -15,7 +15,7 @@ from spmd_auto.cost.structure import Structure, build_structure
 from spmd_auto.mesh.collectives import Transfer
 from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.analysis import Analysis
-from spmd_auto.propagate.assignment import Assignment, SpecTable
+from spmd_auto.propagate.assignment import Assignment, PinnedSpec, SpecTable
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -66,7 +66,7 @@ class Pricer:
         analysis: Analysis,
         mesh: LogicalMesh,
         budget: float = float("inf"),
-        pinned: Sequence[Spec] = (),
+        pinned: Sequence[PinnedSpec] = (),
         structure: Structure | None = None,
         memory: MemoryTable | None = None,
     ):
@@ -301,12 +301,12 @@ class Pricer:
 MOST_SYMMETRIES = 24
 
 
-def interchanges(mesh: LogicalMesh, pinned: Sequence[Spec] = ()) -> list[tuple[int, ...]]:
+def interchanges(mesh: LogicalMesh, pinned: Sequence[PinnedSpec] = ()) -> list[tuple[int, ...]]:
     """Permutations of the mesh axes that change no price; the identity first.
 
     Axes are interchangeable if they have the same size and the same link, and no pin names them.
     """
-    named = {axis for spec in pinned for axes in spec for axis in axes}
+    named = {axis for spec in pinned for axes in spec for axis in axes or ()}
     kind = [object() if a in named else (n, mesh.links[a]) for a, n in enumerate(mesh.sizes)]
     alike = (p for p in itertools.permutations(range(len(kind))) if all(kind[a] == kind[b] for a, b in enumerate(p)))
     return list(itertools.islice(alike, MOST_SYMMETRIES))

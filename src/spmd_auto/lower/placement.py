@@ -120,7 +120,9 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         form = priced.forms[index]
         if op.site in between:
             continue
-        if form is not None and (op.cuts_regions or op.name.startswith(_WINDOWED) or _moves(op, form)):
+        if form is not None and (
+            op.cuts_regions or op.name.startswith(_WINDOWED) or _moves(op, form) or _pinned(pricer, op)
+        ):
             placement = _cut_point(pricer.reshards, op, form, own, op.site in pending)
             if op.backward:
                 again = tuple(
@@ -145,6 +147,15 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         tuple(own(v) for v in graph.arguments),
         tuple(own(v) for v in graph.results),
     )
+
+
+def _pinned(pricer: Pricer, op: Op) -> bool:
+    """Whether `op` is a `with_sharding_constraint` of the user, on the plan's own mesh and memory."""
+    if op.name != "sharding_constraint":
+        return False
+    classes = pricer.analysis.classes
+    memory = op.eqn.params["sharding"].memory_kind
+    return classes.values[classes.of_value[op.results[0].id]].pin is not None and memory in (None, "device")
 
 
 def _cut_point(reshards: ReshardTable, op: Op, form: OpForm, own: Own, deferred: bool) -> Placement:

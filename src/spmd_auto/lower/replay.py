@@ -20,6 +20,7 @@ from spmd_auto.lower.foreign import FOREIGN
 from spmd_auto.lower.manual import Pending, deferred_sum, manual_op
 from spmd_auto.lower.moves import moved_op
 from spmd_auto.lower.placement import Placements
+from spmd_auto.lower.starts import DYNAMIC, inside
 from spmd_auto.mesh.logical import Spec
 from spmd_auto.propagate.graph import CALLS, Site
 
@@ -103,8 +104,10 @@ class Replay:
             return self.while_loop(eqn, operands, site)
         if name == "cond":
             return self.cond(eqn, operands, site)
-        if name == "sharding_constraint":
+        if name == "sharding_constraint" and site not in self.placements.by_site:
             return [self.user_constraint(eqn, operands[0])]
+        if name in DYNAMIC:
+            operands = inside(eqn, operands)
         placement = self.placements.by_site.get(site)
         deferred = self.placements.sums.get(site)
         if deferred is not None:

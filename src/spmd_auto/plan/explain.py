@@ -205,6 +205,10 @@ def explain_leaf(plan: Plan, path: str) -> str:
         f"  spec {plan.mesh.partition_spec(spec)}: pieces of {list(local)}, "
         f"{size(leaf.bytes / parts)} per device of {size(leaf.bytes)}",
     ]
+    pin = plan.pinned.get(("argument", index))
+    if pin is not None:
+        lines.append(f"  pinned by {pin.source}")
+        return "\n".join(lines) + "\n"
     given = plan.axis_splits()
     for dim, (group, axes) in enumerate(zip(groups, spec, strict=True)):
         name = plan.analysis.names.get(group, f"axis{group}")

@@ -51,10 +51,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             for i, (form, other) in enumerate(zip(plan.priced.forms, default.forms, strict=True))
             if form is not None and other is not None and form.choice != other.choice
         ],
-        "pins": {
-            plan.program.arguments[i].path: _spec_to_json(mesh, spec)
-            for i, spec in zip(_pinned(plan), plan.pricer.specs.pinned, strict=True)
-        },
+        "pins": _pins_to_json(plan),
         "leaves": [
             {"path": leaf.path, "shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": _spec_to_json(mesh, spec)}
             for leaf, spec in zip(plan.program.arguments, plan.placements.arguments, strict=True)
@@ -71,12 +68,15 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _pinned(plan: Plan) -> list[int]:
-    classes = plan.analysis.classes
-    by_pin = {
-        classes.values[classes.of_value[value.id]].pin: i for i, value in enumerate(plan.analysis.graph.arguments)
-    }
-    return [by_pin[k] for k in range(len(plan.pricer.specs.pinned))]
+def _pins_to_json(plan: Plan) -> dict[str, list[list[str]]]:
+    """Pins by path. Those inside the step are part of the program, and are found in it again."""
+    program, out = plan.program, {}
+    for (side, where), pin in plan.pinned.items():
+        if side == "argument" and isinstance(where, int):
+            out[program.arguments[where].path] = _spec_to_json(plan.mesh, pin.spec)
+        elif side == "result" and isinstance(where, int):
+            out[f"result/{program.results[where].path}"] = _spec_to_json(plan.mesh, pin.spec)
+    return out
 
 
 def _spec_to_json(mesh: LogicalMesh, spec: Any) -> list[list[str]]:
@@ -175,7 +175,7 @@ def _apply(data: dict[str, Any], program: Program) -> Plan:
             for entry in data["forms"]
         ),
     )
-    pricer = Pricer(analysis, mesh, pinned=list(pinned.values()))
+    pricer = Pricer(analysis, mesh, pinned=[pin.spec for pin in pinned.values()])
     priced = pricer.price(assignment)
     if len(data["choices"]):
         forms = list(priced.forms)
@@ -183,4 +183,4 @@ def _apply(data: dict[str, Any], program: Program) -> Plan:
             wanted = tuple(choice)
             forms[index] = next(form for form in pricer.forms(index, priced.specs) if form.choice == wanted)
         priced = pricer.assemble(assignment, priced.specs, forms)
-    return Plan(pricer, priced, SearchRecord(**data["search"]))
+    return Plan(pricer, priced, SearchRecord(**data["search"]), pinned=pinned)

@@ -12,11 +12,11 @@ from spmd_auto.cost.memory import MemoryTable
 from spmd_auto.cost.pricer import Priced, Pricer
 from spmd_auto.cost.structure import build_structure
 from spmd_auto.errors import BatchError, MemoryBudgetError, MeshError, PinError, StrategyError
-from spmd_auto.mesh import Cluster, LogicalMesh, Spec, cluster_of, logical_mesh_of
-from spmd_auto.plan.pins import Pins, resolve_pins
+from spmd_auto.mesh import Cluster, LogicalMesh, cluster_of, logical_mesh_of
+from spmd_auto.plan.pins import Pin, Pinned, Pins, resolve_pins
 from spmd_auto.plan.plan import Plan, SearchRecord
-from spmd_auto.propagate.analysis import Analysis, analyse
-from spmd_auto.propagate.assignment import Assignment
+from spmd_auto.propagate.analysis import Analysis, PinKey, analyse
+from spmd_auto.propagate.assignment import Assignment, PinnedSpec
 from spmd_auto.search import strategies
 from spmd_auto.search.beam import Clock, SearchOptions, search_mesh
 from spmd_auto.search.refine import refine
@@ -56,10 +56,14 @@ def budget_for(mesh: LogicalMesh, memory: float | None) -> float:
     return float("inf") if mesh.chip.platform == "cpu" else USABLE * mesh.chip.memory
 
 
-def analyse_for(program: Program, mesh: LogicalMesh, pinned: Mapping[int, Spec]) -> Analysis:
-    """The analysis of a program for the chips of a mesh and pinned arguments."""
-    pins = {argument: k for k, argument in enumerate(pinned)}
+def analyse_for(program: Program, mesh: LogicalMesh, pinned: Mapping[PinKey, Pin]) -> Analysis:
+    """The analysis of a program for the chips of a mesh and what is pinned."""
+    pins = {key: k for k, key in enumerate(pinned)}
     return analyse(program, pins, widen=mesh.chip.platform == "cpu")
+
+
+def _specs(pinned: Mapping[PinKey, Pin]) -> list[PinnedSpec]:
+    return [pin.spec for pin in pinned.values()]
 
 
 def devices_of(mesh: object) -> list[Any] | None:
@@ -93,35 +97,31 @@ def make_plan(
     clock = Clock(options.states, None if options.seconds is None else time.monotonic() + options.seconds)
     analysis: Analysis | None = None
     structure = memory_table = None
-    best: tuple[Pricer, Priced] | None = None
+    best: tuple[Pricer, Priced, Pinned] | None = None
     states = 0
     for candidate, pinned in _pinned_candidates(program, meshes, pins or {}):
         if analysis is None:
             analysis = analyse_for(program, candidate, pinned)
             structure, memory_table = build_structure(analysis), MemoryTable(analysis)
-        pricer = Pricer(
-            analysis, candidate, budget_for(candidate, memory), list(pinned.values()), structure, memory_table
-        )
+        pricer = Pricer(analysis, candidate, budget_for(candidate, memory), _specs(pinned), structure, memory_table)
         found = search_mesh(pricer, build_space(analysis, candidate), options, clock, progress)
         states += pricer.states
         if found and (best is None or found[0].score < best[1].score):
-            best = (pricer, found[0])
+            best = (pricer, found[0], pinned)
         if clock.stopped:
             break
     assert best is not None
-    pricer, priced = best
+    pricer, priced, pinned = best
     # the search adds up changes: priced anew, a plan has the very price that its file gives when it is loaded
     priced = pricer.assemble(priced.assignment, priced.specs, priced.forms)
     record = SearchRecord(states, time.perf_counter() - start, clock.stopped, len(meshes))
-    plan = Plan(pricer, priced, record, devices_of(mesh))
+    plan = Plan(pricer, priced, record, devices_of(mesh), pinned)
     if priced.memory > pricer.budget:
         raise _does_not_fit(plan)
     return plan
 
 
-def _pinned_candidates(
-    program: Program, meshes: Sequence[LogicalMesh], pins: Pins
-) -> list[tuple[LogicalMesh, dict[int, Spec]]]:
+def _pinned_candidates(program: Program, meshes: Sequence[LogicalMesh], pins: Pins) -> list[tuple[LogicalMesh, Pinned]]:
     """The meshes on which all pins hold: a cluster's meshes differ in the names and sizes of their axes.
 
     Raises:
@@ -188,16 +188,17 @@ def price_strategy(
             ["zero=3, zero_axes=('data',)"],
         )
     logical = candidate_meshes(mesh)[0]
-    pinned: dict[int, Spec] = resolve_pins(program, logical, pins or {})
+    pinned = resolve_pins(program, logical, pins or {})
     analysis = analysis or analyse_for(program, logical, pinned)
     if not isinstance(assignment, Assignment):
         splits = [(axis, to) for axis, tos in assignment.items() for to in ([tos] if isinstance(tos, str) else tos)]
         for axis, to in splits:
             _check_axis(analysis, logical, axis, to)
         assignment = strategies.build(analysis, logical, splits, zero_stage=zero, zero_axes=zero_axes)
-    pricer = Pricer(analysis, logical, budget_for(logical, memory), list(pinned.values()))
+    pricer = Pricer(analysis, logical, budget_for(logical, memory), _specs(pinned))
     priced = pricer.price(assignment)
-    return Plan(pricer, refine(pricer, priced) if refined else priced, SearchRecord(states=1), devices_of(mesh))
+    priced = refine(pricer, priced) if refined else priced
+    return Plan(pricer, priced, SearchRecord(states=1), devices_of(mesh), pinned)
 
 
 def _check_axis(analysis: Analysis, mesh: LogicalMesh, axis: str, to: str) -> None:

@@ -15,6 +15,7 @@ from spmd_auto.cost.pricer import Priced, Pricer
 from spmd_auto.cost.report import PriceReport, make_report
 from spmd_auto.lower import LoweredStep, Placements, lower_step, place
 from spmd_auto.mesh.logical import LogicalMesh
+from spmd_auto.plan.pins import Pinned
 from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.trace import Leaf, Program
 
@@ -38,8 +39,10 @@ class Plan:
         priced: Priced,
         record: SearchRecord | None = None,
         devices: Sequence[Any] | None = None,
+        pinned: Pinned | None = None,
     ):
         self.pricer, self.priced, self.search = pricer, priced, record or SearchRecord()
+        self.pinned = pinned or {}
         self.devices = devices  # those of the jax Mesh that the user gave, in its order
 
     # ---- what it is ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from spmd_auto.propagate.axes import Axes, find_axes
 from spmd_auto.propagate.classes import Classes, find_classes
 from spmd_auto.propagate.forms import ParameterForms, find_forms
-from spmd_auto.propagate.graph import Graph, build_graph
+from spmd_auto.propagate.graph import Graph, Site, build_graph
 from spmd_auto.propagate.names import name_axes
 from spmd_auto.propagate.regions import Regions, find_regions
 from spmd_auto.trace import Program
@@ -40,12 +40,16 @@ class Analysis:
         return next((g for g, n in self.names.items() if n == name), None)
 
 
-def analyse(program: Program, pins: Mapping[int, int] | None = None, *, widen: bool = False) -> Analysis:
+# What a pin is on: ("argument", index), ("result", index), or ("inside", site of a `with_sharding_constraint`).
+PinKey = tuple[str, "int | Site"]
+
+
+def analyse(program: Program, pins: Mapping[PinKey, int] | None = None, *, widen: bool = False) -> Analysis:
     """Analyses a traced program.
 
     Args:
       program: the traced step.
-      pins: argument index -> index of its pinned spec; a pinned argument's successor is pinned with it.
+      pins: what is pinned -> index of its spec; a pinned argument's successor is pinned with it.
       widen: count 2-byte floats as four bytes (CPUs; see `build_graph`).
     """
     start = time.perf_counter()
@@ -53,12 +57,7 @@ def analyse(program: Program, pins: Mapping[int, int] | None = None, *, widen: b
     axes = find_axes(graph)
     regions = find_regions(graph, axes)
     forms = find_forms(program, graph, axes)
-    pinned_values: dict[int, int] = {}
-    for argument, pin in (pins or {}).items():
-        pinned_values[graph.arguments[argument].id] = pin
-        for result, replaced in zip(graph.results, program.replaces, strict=True):
-            if replaced == argument:
-                pinned_values[result.id] = pin
+    pinned_values = _pinned_values(program, graph, pins or {})
     classes = find_classes(graph, axes, regions, forms, pinned_values)
     stacked = frozenset(
         axes.of[value.id][0]
@@ -69,3 +68,21 @@ def analyse(program: Program, pins: Mapping[int, int] | None = None, *, widen: b
     )
     names = name_axes(program, graph, axes)
     return Analysis(program, graph, axes, regions, forms, classes, names, stacked, time.perf_counter() - start)
+
+
+def _pinned_values(program: Program, graph: Graph, pins: Mapping[PinKey, int]) -> dict[int, int]:
+    """Value id -> index of its pinned spec. A result that is an argument handed through is pinned like the argument."""
+    pinned: dict[int, int] = {}
+    inside = {op.site: op.results[0].id for op in graph.ops if op.name == "sharding_constraint"}
+    for (side, where), pin in pins.items():
+        if side == "inside" and where in inside:
+            pinned[inside[where]] = pin
+        elif side == "result" and isinstance(where, int):
+            pinned.setdefault(graph.results[where].id, pin)
+    for (side, where), pin in pins.items():
+        if side == "argument" and isinstance(where, int):
+            pinned[graph.arguments[where].id] = pin
+            for result, replaced in zip(graph.results, program.replaces, strict=True):
+                if replaced == where:
+                    pinned[result.id] = pin
+    return pinned

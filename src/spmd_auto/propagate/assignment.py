@@ -16,6 +16,7 @@ from spmd_auto.propagate.classes import ValueClass
 from spmd_auto.propagate.forms import Form
 
 Spec = tuple[tuple[int, ...], ...]
+PinnedSpec = tuple[tuple[int, ...] | None, ...]  # None: that dimension is free
 FormKey = tuple[int, Form]  # (parameter group, form)
 Split = tuple[int, int]  # (axis group, mesh axis)
 
@@ -49,7 +50,7 @@ class SpecTable:
         analysis: Analysis,
         axis_sizes: Sequence[int],
         axis_speed: Sequence[float] = (),
-        pinned: Sequence[Spec] = (),
+        pinned: Sequence[PinnedSpec] = (),
     ):
         self.classes = analysis.classes.values
         self.sizes = tuple(axis_sizes)
@@ -98,16 +99,21 @@ class SpecTable:
     def _compute(self, index: int, assignment: Assignment, splits: tuple[Split, ...]) -> Spec:
         cls = self.classes[index]
         rank = len(cls.shape)
-        if cls.pin is not None:
-            return self.pinned[cls.pin]
-        if not cls.placed:
-            return ((),) * rank
         taken: dict[int, int] = {}  # mesh axis -> dimension, in the order of majors
         parts = [1] * rank
+        free = [True] * rank
+        if cls.pin is not None:
+            for dim, axes in enumerate(self.pinned[cls.pin]):
+                free[dim] = axes is None
+                for axis in axes or ():
+                    taken[axis] = dim
+                    parts[dim] *= self.sizes[axis]
+        elif not cls.placed:
+            return ((),) * rank
         wanted: dict[int, list[tuple[int, int]]] = {}
         for position, (group, axis) in enumerate(assignment.order):
             for dim in range(rank):
-                if cls.groups[dim] == group:
+                if cls.groups[dim] == group and free[dim] and axis not in taken:
                     wanted.setdefault(axis, []).append((position, dim))
         for axis in sorted(wanted):
             n = self.sizes[axis]
@@ -122,7 +128,7 @@ class SpecTable:
                 continue
             n = self.sizes[axis]
             for dim in range(rank):
-                if cls.groups[dim] == group and cls.shape[dim] % (parts[dim] * n) == 0:
+                if free[dim] and cls.groups[dim] == group and cls.shape[dim] % (parts[dim] * n) == 0:
                     taken[axis] = dim
                     parts[dim] *= n
                     break

@@ -17,6 +17,7 @@ import numpy as np
 
 from spmd_auto import _compat
 from spmd_auto.errors import TraceError
+from spmd_auto.trace.declared import Declared, declared_of
 from spmd_auto.trace.reach import reaches, updates
 
 
@@ -71,6 +72,7 @@ class Program:
       replaces: for each result the index of the argument whose place it takes in the next call, or None.
       in_tree: tree of `(args, kwargs)` without static arguments.
       fingerprint: digest of the jaxpr and all paths; equal in another process.
+      declared: for each argument leaf what the model's metadata says of its sharding.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Program:
     in_tree: Any
     out_tree: Any
     fingerprint: str
+    declared: tuple[Declared | None, ...] = ()
 
     def find(self, path: str) -> Leaf:
         return next(leaf for leaf in self.arguments if leaf.path == path)
@@ -386,7 +389,15 @@ def trace(
         leaf(p, a, None if i is None else roles[i]) for p, a, i in zip(out_paths, out_avals, replaces, strict=True)
     )
     return Program(
-        name, jaxpr, arguments, results, tuple(replaces), in_tree, out_tree, fingerprint(jaxpr, paths, out_paths)
+        name,
+        jaxpr,
+        arguments,
+        results,
+        tuple(replaces),
+        in_tree,
+        out_tree,
+        fingerprint(jaxpr, paths, out_paths),
+        tuple(declared_of((dynamic_args, dynamic_kwargs))),
     )
 
 
