@@ -56,7 +56,8 @@ def test_a_result_and_the_state_it_replaces_can_not_lie_apart():
     pins = {"params/up": P("a"), "result/0/up": P("b")}
     with pytest.raises(PinError, match="replaces params/up") as error:
         spmd_auto.plan(step, PARAMS, struct(8, 16), mesh=MESH, pins=pins, search=FAST)
-    assert "pin 'params/up'" in str(error.value) and "pin 'result/0/up'" in str(error.value)
+    assert "pin 'params/up'" in str(error.value)
+    assert "pin 'result/0/up'" in str(error.value)
 
 
 def constrained(mesh, spec, scanned=False):
@@ -149,7 +150,8 @@ def test_metadata_and_a_pin_that_contradict_each_other_are_both_named():
     args = linen_step(model), params, struct(8, 16)
     with pytest.raises(PinError, match="is pinned twice") as error:
         spmd_auto.plan(*args, mesh=MESH, pins={"*/kernel/*": P("a")}, search=FAST)
-    assert "pin '*/kernel/*'" in str(error.value) and "Partitioned(None, 'b')" in str(error.value)
+    assert "pin '*/kernel/*'" in str(error.value)
+    assert "Partitioned(None, 'b')" in str(error.value)
     assert spmd_auto.plan(*args, mesh=MESH, pins={"*/kernel/*": P(None, "b")}, search=FAST)  # they agree
 
 

@@ -59,7 +59,8 @@ def _read(box: Any) -> Declared | None:
         names, (tuple, list)
     ):  # a PartitionSpec is a tuple; a NamedSharding says what it says of an array
         return None
-    return _translated(names, metadata.get("sharding_rules") or (), f"{type(box).__name__}(sharding={tuple(names)!r})")
+    source = f"{type(box).__name__}(sharding={tuple(names)!r})"
+    return _translated(tuple(names), metadata.get("sharding_rules") or (), source)
 
 
 def _translated(names: Sequence[Any], rules: Any, source: str) -> Declared:
