@@ -66,12 +66,16 @@ def _moved(
     """One permute for each round of blocks."""
     pieces = math.prod(mesh.sizes[a] for a in axes)
     # along its other dimensions a slice is cut before its blocks move, and a padding grows after it
-    small, spec, (_, d) = (
-        (op.operands[0], operand_specs[0], factor.operands[0])
+    values, specs, places = (
+        (op.operands, operand_specs, factor.operands)
         if op.name == "pad"
-        else (op.results[0], result_specs[0], factor.results[0])
+        else (op.results, result_specs, factor.results)
     )
-    local = small.bytes * fractions[spec]
+    k, d = max(places, key=lambda place: values[place[0]].bytes)  # some results of a split may be empty
+    small = values[k]
+    local = small.bytes * fractions[specs[k]]
+    if not local:
+        return []
     if op.name == "rev":  # each shard goes to its opposite
         return [collective(mesh, PERMUTE, axes, local)]
     found = blocks_of(op, factor, pieces)

@@ -19,7 +19,7 @@ from spmd_auto.mesh.collectives import ALL_REDUCE, REDUCE_SCATTER, Transfer, col
 from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.assignment import axis_places, make_spec
 from spmd_auto.propagate.factors import Kind, Rule
-from spmd_auto.propagate.graph import Op
+from spmd_auto.propagate.graph import Op, Value
 
 
 def stageable(op: Op) -> bool:
@@ -191,7 +191,7 @@ class OperationTable:
         for value, raw, stored in zip(op.results, raws, around.results, strict=True):
             if raw == stored and not partial:
                 continue
-            combined, spec = self._combine(op, value.bytes, raw, stored, partial, around)
+            combined, spec = self._combine(op, value, raw, stored, partial, around)
             reductions += combined
             reshards += self.reshards.price(value.bytes, spec, stored, around.latency[0]).transfers
             if raw != stored:
@@ -243,17 +243,25 @@ class OperationTable:
         )
 
     def _combine(
-        self, op: Op, total_bytes: int, raw: Spec, wanted: Spec, partial: tuple[int, ...], around: Around
+        self, op: Op, value: Value, raw: Spec, wanted: Spec, partial: tuple[int, ...], around: Around
     ) -> tuple[list[Transfer], Spec]:
-        """Collectives that turn a partial sum of spec `raw` into a whole value, scattered where `wanted` is split."""
+        """Collectives that turn a partial sum of spec `raw` into a whole value, scattered where `wanted` is split.
+
+        Where the partial sum is split already, what is wanted may not divide its pieces any more.
+        """
         if not partial:
             return [], raw
         mesh, latency = self.mesh, around.latency[0]
-        size = total_bytes * self.reshards.fractions[raw]
+        size = value.bytes * self.reshards.fractions[raw]
         place = axis_places(wanted)
         current = axis_places(raw)
-        order = [a for axes in wanted for a in axes]
-        scattered = sorted((a for a in partial if a in place and a not in current), key=order.index)
+        pieces = [math.prod(mesh.sizes[a] for a in axes) for axes in raw]
+        scattered: list[int] = []
+        for axis in (a for axes in wanted for a in axes if a in partial and a not in current):
+            dim = place[axis]
+            if value.shape[dim] % (pieces[dim] * mesh.sizes[axis]) == 0:
+                pieces[dim] *= mesh.sizes[axis]
+                scattered.append(axis)
         made: list[Transfer] = []
         if not stageable(op):
             # said by a constraint: one joint scatter over one dimension, its axes in the order of the mesh;

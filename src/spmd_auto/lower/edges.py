@@ -10,23 +10,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd_auto import _compat
+from spmd_auto.lower.permute import permute
 from spmd_auto.lower.placement import Placement
 from spmd_auto.mesh.logical import LogicalMesh
 
 Local = Callable[..., Any]
 
 
-def with_edges(x: Any, dim: int, before: int, after: int, axes: tuple[str, ...], count: int, fill: Any) -> Any:
-    """A shard with its neighbours' edges on a dimension split over `axes` (`count` devices); `fill` at the two ends."""
+def with_edges(
+    x: Any, dim: int, before: int, after: int, axes: tuple[str, ...], fill: Any, logical: LogicalMesh
+) -> Any:
+    """A shard with its neighbours' edges on a dimension split over `axes`; `fill` at the two ends."""
+    count = math.prod(logical.sizes[logical.names.index(a)] for a in axes)
     position = lax.axis_index(axes)
     parts = [x]
     if before:
         edge = lax.slice_in_dim(x, x.shape[dim] - before, None, axis=dim)
-        edge = lax.ppermute(edge, axes, [(i, i + 1) for i in range(count - 1)])
+        edge = permute(edge, axes, [(i, i + 1) for i in range(count - 1)], logical)
         parts.insert(0, jnp.where(position == 0, fill, edge))
     if after:
         edge = lax.slice_in_dim(x, 0, after, axis=dim)
-        edge = lax.ppermute(edge, axes, [(i + 1, i) for i in range(count - 1)])
+        edge = permute(edge, axes, [(i + 1, i) for i in range(count - 1)], logical)
         parts.append(jnp.where(position == count - 1, fill, edge))
     return jnp.concatenate(parts, axis=dim)
 
@@ -34,10 +38,8 @@ def with_edges(x: Any, dim: int, before: int, after: int, axes: tuple[str, ...],
 def _extended(shards: list[Any], fills: list[Any], placement: Placement, logical: LogicalMesh) -> list[Any]:
     out = list(shards)
     for k, dim, before, after in placement.edges:
-        split = placement.targets[k][dim]
-        axes = tuple(logical.names[a] for a in split)
-        count = math.prod(logical.sizes[a] for a in split)
-        out[k] = with_edges(out[k], dim, before, after, axes, count, fills[k])
+        axes = tuple(logical.names[a] for a in placement.targets[k][dim])
+        out[k] = with_edges(out[k], dim, before, after, axes, fills[k], logical)
     return out
 
 

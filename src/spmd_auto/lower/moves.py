@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from spmd_auto.cost.blocks import Exchange, exchange, pieces_of
+from spmd_auto.lower.permute import permute
 from spmd_auto.lower.placement import Placement
 from spmd_auto.mesh.logical import LogicalMesh
 
@@ -41,7 +42,7 @@ def moved_op(
             found = exchange(pieces, sizes_in, sizes_out, count) if pieces is not None else None
             assert found is not None  # its price was known
             axes = tuple(logical.names[a] for a in split)
-            shards = run_exchange(found, shards, [n // count for n in sizes_out], dim, axes, fill)
+            shards = run_exchange(found, shards, [n // count for n in sizes_out], dim, axes, fill, logical)
         return [_padded(eqn, shards[0], fill, placement.moves)] if name == "pad" else shards
 
     mapped = jax.shard_map(
@@ -55,7 +56,13 @@ def moved_op(
 
 
 def run_exchange(
-    found: Exchange, shards: Sequence[Any], local_out: Sequence[int], dim: int, axes: tuple[str, ...], fill: Any
+    found: Exchange,
+    shards: Sequence[Any],
+    local_out: Sequence[int],
+    dim: int,
+    axes: tuple[str, ...],
+    fill: Any,
+    logical: LogicalMesh,
 ) -> list[Any]:
     """The results' shards along `dim`; places where no block arrives hold `fill`."""
     position = lax.axis_index(axes)
@@ -69,7 +76,7 @@ def run_exchange(
         target = jnp.asarray(np.array([total if t is None else t for t in one.target], np.int32))[position]
         block = lax.dynamic_slice_in_dim(joined, source, found.block, dim)
         if one.pairs:
-            block = lax.ppermute(block, axes, one.pairs)
+            block = permute(block, axes, one.pairs, logical)
         out = lax.dynamic_update_slice_in_dim(out, block, target, dim)
     starts = np.cumsum([0, *local_out])
     return [lax.slice_in_dim(out, int(a), int(b), axis=dim) for a, b in zip(starts[:-1], starts[1:], strict=True)]
