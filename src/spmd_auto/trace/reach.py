@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from spmd_auto import _compat
@@ -54,8 +55,7 @@ def updates(jaxpr: Any, output: int) -> set[int]:
     through reverse-mode differentiation only.  A result that is an argument unchanged updates it.
     """
     inner = _compat.open_jaxpr(jaxpr)
-    position = {v: i for i, v in enumerate(inner.invars)}
-    producer = {v: (eqn, k) for eqn in inner.eqns for k, v in enumerate(eqn.outvars)}
+    position, producer = _origins(inner)
     found: set[int] = set()
     seen: set[Any] = set()
     stack = [inner.outvars[output]]
@@ -69,6 +69,21 @@ def updates(jaxpr: Any, output: int) -> set[int]:
         elif var in producer:
             eqn, k = producer[var]
             stack += [v for v in _sources(eqn, k) if not isinstance(v, _compat.Literal)]
+    return found
+
+
+_ORIGINS: weakref.WeakKeyDictionary[Any, tuple[dict[Any, int], dict[Any, tuple[Any, int]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _origins(inner: Any) -> tuple[dict[Any, int], dict[Any, tuple[Any, int]]]:
+    """(argument's position, equation and position of the result) by variable. Every leaf of a state asks for them."""
+    found = _ORIGINS.get(inner)
+    if found is None:
+        position = {v: i for i, v in enumerate(inner.invars)}
+        producer = {v: (eqn, k) for eqn in inner.eqns for k, v in enumerate(eqn.outvars)}
+        found = _ORIGINS[inner] = position, producer
     return found
 
 
