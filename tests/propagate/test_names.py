@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from spmd_auto.propagate.analysis import analyse
@@ -159,6 +160,24 @@ def test_batch_is_where_the_work_is():
     names = leaf_names(analyse(trace(step, {"w": jax.ShapeDtypeStruct((32, 8), f32)}, mask, x)))
     assert names["x"][0] == "batch"
     assert names["mask"][0] == "batch_2"
+
+
+@pytest.mark.parametrize(("words", "name"), [(64, "vocab_3"), (10, "classes")])
+def test_what_is_indexed_into(words, name):
+    """The larger table is the vocabulary, whichever comes first; labels pick from words (an untied head) or classes."""
+
+    def step(params, tokens, labels):
+        x = params["a_positions"][jnp.arange(8) % 4] + params["words"][tokens]
+        logits = jnp.tanh(x @ params["up"]) @ params["head"]
+        return jax.grad(lambda z: optax.softmax_cross_entropy_with_integer_labels(z, labels).sum())(logits)
+
+    shapes = {"a_positions": (4, 16), "words": (64, 16), "up": (16, 32), "head": (32, words)}
+    params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
+    ids = jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    names = leaf_names(analyse(trace(step, params, ids, ids)))
+    assert names["params/words"][0] == "vocab"
+    assert names["params/a_positions"][0] == "vocab_2"
+    assert names["params/head"][1] == name
 
 
 CHILD = """

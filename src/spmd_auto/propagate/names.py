@@ -42,8 +42,11 @@ def name_axes(program: Program, graph: Graph, axes: Axes) -> dict[int, str]:
     for group in sorted(leading, key=lambda g: leading[g], reverse=True):
         give(group, "batch")
     batch_leaves.sort(key=lambda entry: -entry[0].bytes)
-    for group in _indexed(graph, axes):
+    tables, answers = _indexed(graph, axes)
+    for group in sorted(tables, key=lambda g: -axes.size[g]):  # positions and kinds of tokens after the words
         give(group, "vocab")
+    for group in answers:  # an untied head makes logits of the words of its table
+        give(group, "vocab" if axes.size[group] in {axes.size[g] for g in tables} else "classes")
     contractions = [op for op in graph.ops if op.flops and len(op.operands) >= 2]
     for group, name in _window_axes(contractions, axes).items():
         give(group, name)
@@ -101,18 +104,23 @@ def _stacked(graph: Graph, axes: Axes) -> list[int]:
     return list(out)
 
 
-def _indexed(graph: Graph, axes: Axes) -> list[int]:
-    """Dimensions of parameters that a gather indexes into (embedding tables)."""
-    out: dict[int, None] = {}
+def _indexed(graph: Graph, axes: Axes) -> tuple[list[int], list[int]]:
+    """Dimensions that a gather indexes into: (those of parameters, embedding tables; those of logits that a parameter
+    makes, the answers that labels pick from)."""
+    made = {g for v in graph.arguments if v.depends == PARAMETER for g in axes.of[v.id]}
+    tables: dict[int, None] = {}
+    answers: dict[int, None] = {}
     for op in graph.ops:
-        if op.name != "gather" or op.operands[0].depends != PARAMETER:
+        if op.name != "gather":
             continue
         passing = {d for f in op.rule for k, d in f.operands if k == 0 and f.results}
-        table = op.operands[0]
-        for d, n in enumerate(table.shape):
-            if d not in passing and n > 1:
-                out.setdefault(axes.of[table.id][d])
-    return list(out)
+        table, index = op.operands[:2]
+        looked_up = [axes.of[table.id][d] for d, n in enumerate(table.shape) if d not in passing and n > 1]
+        if table.depends == PARAMETER:
+            tables.update(dict.fromkeys(looked_up))
+        elif table.depends & PARAMETER and index.depends == BATCH:
+            answers.update(dict.fromkeys(g for g in looked_up if g in made))
+    return list(tables), list(answers)
 
 
 def _activation_contractions(contractions: list[Op], axes: Axes) -> tuple[list[int], list[int]]:
