@@ -44,7 +44,7 @@ def convolutions(params, x):
 
 GATED = {"up": A(16, 256), "down": A(128, 16)}
 KERNELS = {"a": A(3, 3, 8, 64), "b": A(3, 3, 64, 64)}
-IMAGES = A(16, 8, 8, 8)
+IMAGES = A(32, 16, 16, 8)  # larger than the kernels: their gradients travel, not activations
 STEPS = {
     # the fused projection's columns are split; so is the contracted dimension of the next layer
     "fused projection": (gated, GATED, A(32, 16), lambda names: {names["up", 1]: "b", names["down", 0]: "b"}, 0),
