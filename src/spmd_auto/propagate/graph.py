@@ -153,6 +153,7 @@ class _Builder:
         self.loop: tuple[Site, ...] = ()
         self.backward = False
         self.rules: dict[int, Rule] = {}
+        self.made: dict[Any, Rule | None] = {}
         jaxpr = program.jaxpr
         for leaf, var in zip(program.arguments, _compat.open_jaxpr(jaxpr).invars, strict=True):
             value = self.value(var.aval, leaf.path)
@@ -222,7 +223,7 @@ class _Builder:
         eqn: Any = None,
     ) -> Op:
         if rule is None:
-            rule = rule_for(name, *_compat.eqn_parts(eqn))
+            rule = self.rule(name, eqn, operands, results)
         if rule is None:
             rule = ()
             self.keep_whole(name, eqn, (*operands, *results), trips)
@@ -253,6 +254,17 @@ class _Builder:
             self.graph.by_site[site] = op
         self.depend(op)
         return op
+
+    def rule(self, name: str, eqn: Any, operands: Sequence[Value], results: Sequence[Value]) -> Rule | None:
+        """The rule of an equation; made once for equations that are alike (most of a deep model's are)."""
+        shapes = tuple([v.shape for v in operands]), tuple([v.shape for v in results])
+        try:
+            key = (name, shapes, tuple(eqn.params.items()))
+            if key not in self.made:
+                self.made[key] = rule_for(name, *_compat.eqn_parts(eqn))
+            return self.made[key]
+        except TypeError:  # a parameter that can't be hashed
+            return rule_for(name, *_compat.eqn_parts(eqn))
 
     def keep_whole(self, name: str, eqn: Any, values: Sequence[Value], trips: int) -> None:
         """Takes down that an operation keeps `values` whole."""
