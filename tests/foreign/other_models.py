@@ -27,15 +27,23 @@ from tests.foreign.step import (
 
 
 def of_nnx(model: nnx.Module, forward: Callable[[Any, dict[str, Any]], Any], batch: dict[str, np.ndarray]) -> Training:
-    """Trains an nnx module, split into parameters and everything else (running statistics, streams of keys)."""
+    """Trains an nnx module, split into parameters and everything else (running statistics, streams of keys).
+
+    The parameters are plain arrays by path: some modules carry metadata for a mesh of their own (`fsdp`, `tp`), which
+    are pins and refused on another mesh.
+    """
     graph, params, others = nnx.split(model, nnx.Param, ...)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    order = list(arrays)
 
     def loss(params: Any, extra: Any, batch: dict[str, Any], key: Any) -> tuple[Any, Any]:
-        module = nnx.merge(graph, params, extra, copy=True)  # streams of keys are counted up in place
+        state = jax.tree.unflatten(tree, [params[path] for path in order])
+        module = nnx.merge(graph, state, extra, copy=True)  # streams of keys are counted up in place
         value = cross_entropy(forward(module, batch), batch["labels"])
         return value, nnx.state(module, nnx.Not(nnx.Param))
 
-    return training(loss, params, batch, others)
+    return training(loss, arrays, batch, others)
 
 
 def of_linen(
