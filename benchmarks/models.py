@@ -125,7 +125,8 @@ def run(name: str, build: Callable[[], Training], store: dict[str, Row]) -> None
     def say(text: str) -> None:
         print(f"{datetime.datetime.now():%H:%M:%S} {name} (+{time.perf_counter() - start:.0f} s): {text}", flush=True)
 
-    missing = [s for s in STRATEGIES if s not in store.get(name, {}).get("strategies", {})]
+    done = store.get(name, {}).get("strategies", {})
+    missing = [s for s in STRATEGIES if "failed" in done.get(s, {"failed": "not tried"})]
     if not missing:
         return
     with jax.enable_x64(True):
