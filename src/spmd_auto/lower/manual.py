@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd_auto import _compat
-from spmd_auto.lower import edges
+from spmd_auto.lower import edges, transforms
 from spmd_auto.lower.placement import DeferredSum, Placement, Step
 from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.graph import Site
@@ -28,6 +28,8 @@ def manual_op(
         local = _local_scatter_add(eqn, operands[0].shape, placement, logical)
     elif name in edges.LOCAL:
         local = edges.LOCAL[name](eqn, placement, logical)
+    elif name in transforms.LOCAL:
+        local = transforms.LOCAL[name](eqn, placement, logical)
     else:
         local = None
 

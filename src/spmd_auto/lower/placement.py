@@ -22,6 +22,8 @@ from spmd_auto.propagate.graph import Graph, Op, Site, Value
 
 Own = Callable[[Value], Spec]
 _WINDOWED = ("reduce_", "select_and_scatter")
+_AS_IT_IS = ("top_k",)  # on CPUs XLA gathers it along every dimension
+_ON_SHARDS = ("fft",)  # XLA gathers these along every dimension
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Placement:
         the compiler would keep what the forward pass gathered.
       manual: staged reductions if the operation is written out by hand, else None.
       targets, reduced: operand specs and the result spec after the steps, of a manual operation.
-      moves: dimensions along which blocks change places in a manual operation; it has no reductions then.
+      moves: dimensions along which blocks change places in a manual operation; () if it runs on shards as it is; None
+        if it is no such operation. It has no reductions.
       raws: specs of its results.
       edges: (operand, dimension, elements before, elements after) that its devices get from their neighbours.
     """
@@ -55,7 +58,7 @@ class Placement:
     targets: tuple[Spec, ...] = ()
     reduced: Spec = ()
     edges: tuple[tuple[int, int, int, int], ...] = ()
-    moves: tuple[int, ...] = ()
+    moves: tuple[int, ...] | None = None
     raws: tuple[Spec, ...] = ()
 
 
@@ -120,9 +123,8 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         form = priced.forms[index]
         if op.site in between:
             continue
-        if form is not None and (
-            op.cuts_regions or op.name.startswith(_WINDOWED) or _moves(op, form) or _pinned(pricer, op)
-        ):
+        cut = op.cuts_regions or op.name.startswith(_WINDOWED) or op.name in (*_ON_SHARDS, *_AS_IT_IS)
+        if form is not None and (cut or _moves(op, form) or _pinned(pricer, op)):
             placement = _cut_point(pricer.reshards, op, form, own, op.site in pending)
             if op.backward:
                 again = tuple(
@@ -175,10 +177,10 @@ def _cut_point(reshards: ReshardTable, op: Op, form: OpForm, own: Own, deferred:
         stored = own(value)
         results.append(reshards.path(raw, stored) if not partial and raw != stored else (stored,))
     moves = () if op.name == "rev" else _moves(op, form)
-    if moves:
+    if moves or (op.name in _AS_IT_IS and any(index is not None for index in form.choice)):
         results = [reshards.path(raw, own(v)) if v.placed else () for v, raw in zip(op.results, form.raws, strict=True)]
         return Placement(tuple(operands), tuple(results), moves=moves, targets=form.targets, raws=form.raws)
-    by_hand = _windowed_by_hand(op, form) or (partial and _is_manual(op, form))
+    by_hand = _windowed_by_hand(op, form) or op.name in _ON_SHARDS or (partial and _is_manual(op, form))
     if by_hand and not deferred:
         steps, reduced = _steps(form, own(op.results[0]))
         if not partial:
