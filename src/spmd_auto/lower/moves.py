@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_auto import _compat
 from spmd_auto.cost.blocks import Exchange, exchange, pieces_of
 from spmd_auto.lower.permute import permute
 from spmd_auto.lower.placement import Placement
@@ -28,12 +29,16 @@ def moved_op(
     shapes_in, shapes_out = [v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars]
     arrays = 1 if name == "pad" else len(operands)  # the second operand of a padding is its value
 
+    moves = placement.moves or ()
+
     def body(*args: Any) -> list[Any]:
+        if not moves:
+            return _compat.bind(eqn, args)
         shards = list(args[:arrays])
         fill = args[1] if name == "pad" else jnp.zeros((), shards[0].dtype)
         if name == "slice":
-            shards = [_cut(eqn, shards[0], placement.moves)]
-        for dim in placement.moves:
+            shards = [_cut(eqn, shards[0], moves)]
+        for dim in moves:
             sizes_in = tuple(shape[dim] for shape in shapes_in[:arrays])
             sizes_out = tuple(shape[dim] for shape in shapes_out)
             pieces = pieces_of(name, params, sizes_in, sizes_out, dim)
@@ -43,7 +48,7 @@ def moved_op(
             assert found is not None  # its price was known
             axes = tuple(logical.names[a] for a in split)
             shards = run_exchange(found, shards, [n // count for n in sizes_out], dim, axes, fill, logical)
-        return [_padded(eqn, shards[0], fill, placement.moves)] if name == "pad" else shards
+        return [_padded(eqn, shards[0], fill, moves)] if name == "pad" else shards
 
     mapped = jax.shard_map(
         body,

@@ -126,7 +126,7 @@ class Replay:
         if placement.manual is not None:
             self.manual += 1
             outs = [manual_op(eqn, operands, placement, self.logical, self.mesh)]
-        elif placement.moves:
+        elif placement.moves is not None:
             self.manual += 1
             outs = moved_op(eqn, operands, placement, self.logical, self.mesh)
         else:

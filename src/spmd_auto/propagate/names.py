@@ -157,11 +157,21 @@ def _expert_axes(contractions: list[Op], axes: Axes) -> list[int]:
     for op in contractions:
         if not any(v.depends == PARAMETER for v in op.operands[:2]):
             continue
+        if op.name.startswith("ragged_dot"):
+            for d in _group_dimensions(op):
+                out.setdefault(axes.of[op.operands[1].id][d])
+            continue
         for factor in op.rule:
             if factor.results and len({k for k, _ in factor.operands}) == 2:
                 k, d = factor.operands[0]
                 out.setdefault(axes.of[op.operands[k].id][d])
     return list(out)
+
+
+def _group_dimensions(op: Op) -> tuple[int, ...]:
+    """Dimensions of a ragged contraction's second operand that number the groups."""
+    numbers = op.eqn.params.get("ragged_dot_dimension_numbers")
+    return tuple(numbers.rhs_group_dimensions) if numbers is not None else (0,)
 
 
 _SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "width")}
