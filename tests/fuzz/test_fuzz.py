@@ -52,7 +52,38 @@ SLICED = FuzzProgram(
     (3,),
     gradient=True,
 )
+SORTED = FuzzProgram(
+    (
+        Argument((8, 16)),
+        Call("sort", (0,), (("axis", 1), ("descending", False))),
+        Argument((8, 1)),
+        Call("scatter_static", (1, 2), (("axis", 1), ("places", (11,)), ("kind", "multiply"))),
+    ),
+    (3,),
+)
+CONVOLVED = FuzzProgram(
+    (
+        Argument((8, 4, 6, 24)),
+        Argument((8, 4, 1, 3)),
+        Call(
+            "conv",
+            (0, 1),
+            (
+                ("strides", (1, 1)),
+                ("padding", "SAME"),
+                ("lhs_dilation", (1, 1)),
+                ("rhs_dilation", (1, 1)),
+                ("layout", (0, 1, 2, 3)),
+                ("groups", 1),
+            ),
+        ),
+    ),
+    (2,),
+    gradient=True,
+)
 FAILED = {
+    "one place of an array whose pieces were cut from a whole": (SORTED, (2, 2, 2)),
+    "convolution split over space and features": (CONVOLVED, (2, 2, 2)),
     "an empty piece of a roll": (ROLLED, (8,)),
     "transform of a gathered array": (TRANSFORMED, (8,)),
     "scatter of a sum that is split already": (SEGMENTS, (2, 4)),

@@ -231,7 +231,8 @@ def _windowed_by_hand(op: Op, form: OpForm) -> bool:
     """Whether a windowed operation is run on shards: XLA gathers, or moves more than the edges, by itself.
 
     Seen for the gradient of max pooling (edges or not), for convolutions in groups, and for the gradient of a
-    transposed convolution for its kernel.
+    transposed convolution for its kernel.  And a convolution split along what it moves over and along the features
+    that it makes is wrong in XLA.
     """
     if all(index is None for index in form.choice):
         return False
@@ -240,7 +241,16 @@ def _windowed_by_hand(op: Op, form: OpForm) -> bool:
     params = op.eqn.params
     summed = any(op.rule[i].halos and op.rule[i].kind is Kind.REDUCE for i in form.choice if i is not None)
     dilated = any(n > 1 for n in params["lhs_dilation"])
-    return params["batch_group_count"] > 1 or params["feature_group_count"] > 1 or (dilated and summed)
+    grouped = params["batch_group_count"] > 1 or params["feature_group_count"] > 1
+    return grouped or (dilated and summed) or _split_over_space_and_features(op, form)
+
+
+def _split_over_space_and_features(op: Op, form: OpForm) -> bool:
+    numbers = op.eqn.params["dimension_numbers"]
+    space = {(0, d) for d in numbers.lhs_spec[2:]}
+    made = (1, numbers.rhs_spec[0])
+    held = {place for i in form.choice if i is not None for place in op.rule[i].operands}
+    return made in held and not space.isdisjoint(held)
 
 
 def _moves(op: Op, form: OpForm) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from spmd_auto.lower.foreign import FOREIGN
 from spmd_auto.lower.manual import Pending, deferred_sum, manual_op
 from spmd_auto.lower.moves import moved_op
 from spmd_auto.lower.placement import Placements
-from spmd_auto.lower.starts import DYNAMIC, inside
+from spmd_auto.lower.starts import bind_safely
 from spmd_auto.mesh.logical import Spec
 from spmd_auto.propagate.graph import CALLS, Site
 
@@ -106,8 +106,6 @@ class Replay:
             return self.cond(eqn, operands, site)
         if name == "sharding_constraint" and site not in self.placements.by_site:
             return [self.user_constraint(eqn, operands[0])]
-        if name in DYNAMIC:
-            operands = inside(eqn, operands)
         placement = self.placements.by_site.get(site)
         deferred = self.placements.sums.get(site)
         if deferred is not None:
@@ -115,7 +113,7 @@ class Replay:
             out = deferred_sum(eqn, operands, deferred, self.logical, self.mesh)
             return [self.constrain(out, deferred.stored)]
         if placement is None:
-            return [Pending(eqn, site, operands)] if site in self.placements.pending else _compat.bind(eqn, operands)
+            return [Pending(eqn, site, operands)] if site in self.placements.pending else bind_safely(eqn, operands)
         if placement.again and len(operands) > 1:
             operands = self.read_again(operands, placement.again)
         for k, specs in enumerate(placement.operands):
@@ -130,7 +128,7 @@ class Replay:
             self.manual += 1
             outs = moved_op(eqn, operands, placement, self.logical, self.mesh)
         else:
-            outs = _compat.bind(eqn, operands)
+            outs = bind_safely(eqn, operands)
         for k, specs in enumerate(placement.results):
             for spec in specs:
                 outs[k] = self.constrain(outs[k], spec)

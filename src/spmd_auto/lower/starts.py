@@ -1,13 +1,26 @@
-"""Starts of dynamic slices and updates, brought inside by hand."""
+"""Starts of dynamic slices and updates brought inside by hand, and other places where XLA forgets to clamp them."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-DYNAMIC = ("dynamic_slice", "dynamic_update_slice")
+from spmd_auto import _compat
+
+_DYNAMIC = ("dynamic_slice", "dynamic_update_slice")
+
+
+def bind_safely(eqn: Any, operands: list[Any]) -> list[Any]:
+    """Applies an equation's primitive, in a form that XLA gets right."""
+    name = eqn.primitive.name
+    if name in _DYNAMIC:
+        operands = inside(eqn, operands)
+    elif name.startswith("scatter"):
+        operands = apart(eqn, operands)
+    return _compat.bind(eqn, operands)
 
 
 def inside(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -20,6 +33,18 @@ def inside(eqn: Any, operands: list[Any]) -> list[Any]:
     window = eqn.invars[1].aval.shape if eqn.primitive.name == "dynamic_update_slice" else eqn.outvars[0].aval.shape
     first = len(operands) - len(whole)
     return [*operands[:first], *(_clamped(x, n - m) for x, n, m in zip(operands[first:], whole, window, strict=True))]
+
+
+def apart(eqn: Any, operands: list[Any]) -> list[Any]:
+    """The operands of a scatter to one place, its array behind a barrier.
+
+    Where that array is split along the place's dimension, every device but one finds the place outside of its piece
+    and writes back what it reads at the clamped place.  If the piece is a slice of an array that is whole, XLA makes
+    one slice of the two, which is clamped elsewhere: the devices write back numbers of other places.
+    """
+    if math.prod(eqn.invars[1].aval.shape[:-1]) != 1:
+        return operands
+    return [lax.optimization_barrier(operands[0]), *operands[1:]]
 
 
 def _clamped(start: Any, last: int) -> Any:
