@@ -42,20 +42,36 @@ def convolutions(params, x):
     return jnp.mean(x**2)
 
 
+def in_groups(params, x):
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    x = jax.lax.conv_general_dilated(x, params["a"], (1, 1), "SAME", dimension_numbers=dimensions)
+    x = jax.lax.conv_general_dilated(
+        jax.nn.relu(x), params["c"], (1, 1), "SAME", dimension_numbers=dimensions, feature_group_count=4
+    )
+    return jnp.mean(x**2)
+
+
 GATED = {"up": A(16, 256), "down": A(128, 16)}
 KERNELS = {"a": A(3, 3, 8, 64), "b": A(3, 3, 64, 64)}
 IMAGES = A(32, 16, 16, 8)  # larger than the kernels: their gradients travel, not activations
 STEPS = {
     # the fused projection's columns are split; so is the contracted dimension of the next layer
-    "fused projection": (gated, GATED, A(32, 16), lambda names: {names["up", 1]: "b", names["down", 0]: "b"}, 0),
-    "convolutions": (convolutions, KERNELS, IMAGES, lambda names: {"batch": "b"}, 0),
-    "convolutions, gradients scattered": (convolutions, KERNELS, IMAGES, lambda names: {"batch": "b"}, 2),
+    "fused projection": (gated, GATED, A(32, 16), lambda names: {names["up", 1]: "b", names["down", 0]: "b"}, ()),
+    "convolutions": (convolutions, KERNELS, IMAGES, lambda names: {"batch": "b"}, ()),
+    "convolutions, gradients scattered": (convolutions, KERNELS, IMAGES, lambda names: {"batch": "b"}, ("b",)),
+    "convolutions in groups, gradients scattered in stages": (
+        in_groups,
+        {"a": KERNELS["a"], "c": A(3, 3, 16, 64)},
+        IMAGES,
+        lambda names: {"batch": ("a", "b")},
+        ("a", "b"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_compiled_bytes_and_flops_are_as_predicted(name, devices):
-    loss, params, x, splits, zero = STEPS[name]
+    loss, params, x, splits, scattered = STEPS[name]
     mesh = toy_mesh(2, 4)
     program = trace(sgd(loss), params, x)
     analysis = analyse_for(program, mesh, {})
@@ -65,7 +81,9 @@ def test_compiled_bytes_and_flops_are_as_predicted(name, devices):
         for d, group in enumerate(analysis.axes.of[value.id])
         if group in analysis.names
     }
-    plan = price_strategy(program, mesh, splits(names), zero=zero, zero_axes=("b",) if zero else (), analysis=analysis)
+    plan = price_strategy(
+        program, mesh, splits(names), zero=2 if scattered else 0, zero_axes=scattered, analysis=analysis
+    )
     lowered = plan.lower_step(donate=False)
     compiled = lowered.compile()
     verification = compare(plan, read_compiled(compiled, plan.mesh.build(devices)), "cpu")

@@ -30,9 +30,7 @@ def stageable(op: Op) -> bool:
     if op.name == "gather":
         numbers = op.eqn.params["dimension_numbers"]
         return len(numbers.collapsed_slice_dims) == 1 and len(numbers.start_index_map) == 1
-    if op.name == "conv_general_dilated":  # groups are not a dimension of their own: a piece has other ones
-        return op.eqn.params["feature_group_count"] == op.eqn.params["batch_group_count"] == 1
-    return op.name in ("dot_general", "scatter-add", "reduce_sum")
+    return op.name in ("dot_general", "conv_general_dilated", "scatter-add", "reduce_sum")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
