@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from spmd_auto.mesh.collectives import ALL_GATHER, ALL_TO_ALL, PERMUTE, Transfer, collective
 from spmd_auto.mesh.logical import LogicalMesh, ShardFractions, Spec
@@ -103,21 +104,41 @@ def gather_steps(mesh: LogicalMesh, source: Spec, target: Spec) -> list[tuple[in
 
 
 def _stages(mesh: LogicalMesh, source: Spec, target: Spec) -> list[Spec]:
-    """Specs between two gathers, if `target` takes several. What moves or is sliced does so before the first."""
-    steps = gather_steps(mesh, source, target)
-    if len(steps) < 2:
+    """Specs on the way, where something is gathered: in one go XLA gathers all of a value whose axes also move.
+
+    What moves or is sliced does so before the gathers, while pieces are small; but an axis that is minor to one that
+    moves away, or on a dimension that others come to, is gathered before that.
+    """
+    have, want = axis_places(source), axis_places(target)
+    if all(axis in want for axis in have):
         return []
-    want = axis_places(target)
-    current: list[tuple[int, ...]] = []
-    for dim, axes in enumerate(source):
-        if all(a in want for a in axes):
-            current.append(target[dim])
-        elif any(a not in axes for a in target[dim]):
-            return []  # axes come and go on one dimension: left to the compiler in one go
-        else:
-            current.append(tuple(a for a in axes if want.get(a, dim) == dim))
-    stages = []
-    for gathered in steps[:-1]:
-        current = [tuple(a for a in axes if a not in gathered) for axes in current]
-        stages.append(tuple(current))
-    return stages
+    moved = {axis for axis, dim in have.items() if want.get(axis, dim) != dim}
+    entered = {dim for axis, dim in want.items() if axis in moved or axis not in have}
+    early = {
+        axis
+        for dim, axes in enumerate(source)
+        for k, axis in enumerate(axes)
+        if axis not in want and (dim in entered or not moved.isdisjoint(axes[:k]))
+    }
+    stages: list[Spec] = []
+    current = source
+    for gathered in gather_steps(mesh, source, _without(source, early)):
+        current = _without(current, gathered)
+        stages.append(current)
+    late = {axis for axis in have if axis not in want} - early
+    arranged = tuple(
+        tuple(a for a in axes if a not in moved) if late.intersection(axes) else target[dim]
+        for dim, axes in enumerate(current)
+    )
+    if arranged != current:
+        stages.append(arranged)
+        current = arranged
+    for gathered in gather_steps(mesh, current, target):
+        current = _without(current, gathered)
+        stages.append(current)
+    return [stage for stage in stages if stage != target]
+
+
+def _without(spec: Spec, axes: Iterable[int]) -> Spec:
+    gone = set(axes)
+    return tuple(tuple(a for a in dim if a not in gone) for dim in spec)
