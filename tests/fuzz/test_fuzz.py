@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+import spmd_auto
 from spmd_auto.lower.placement import Placement, Placements
 from spmd_auto.lower.step import lower_step
+from spmd_auto.propagate.analysis import analyse
 from spmd_auto.trace import trace
 from tests.fuzz.check import FuzzFailure, OneDeviceFails, check_all, check_order, check_parity, compare_results
 from tests.fuzz.draft import Argument, Call
@@ -61,29 +63,8 @@ SORTED = FuzzProgram(
     ),
     (3,),
 )
-CONVOLVED = FuzzProgram(
-    (
-        Argument((8, 4, 6, 24)),
-        Argument((8, 4, 1, 3)),
-        Call(
-            "conv",
-            (0, 1),
-            (
-                ("strides", (1, 1)),
-                ("padding", "SAME"),
-                ("lhs_dilation", (1, 1)),
-                ("rhs_dilation", (1, 1)),
-                ("layout", (0, 1, 2, 3)),
-                ("groups", 1),
-            ),
-        ),
-    ),
-    (2,),
-    gradient=True,
-)
 FAILED = {
     "one place of an array whose pieces were cut from a whole": (SORTED, (2, 2, 2)),
-    "convolution split over space and features": (CONVOLVED, (2, 2, 2)),
     "an empty piece of a roll": (ROLLED, (8,)),
     "transform of a gathered array": (TRANSFORMED, (8,)),
     "scatter of a sum that is split already": (SEGMENTS, (2, 4)),
@@ -94,8 +75,17 @@ FAILED = {
 @pytest.mark.parametrize("name", FAILED)
 def test_programs_that_failed(name, devices):
     program, sizes = FAILED[name]
-    for seed in range(1000, 1008):
-        check_parity(program, sizes, seed, wild=seed % 2 == 0)
+    for seed in range(1000, 1004):
+        check_parity(program, sizes, seed, wild=seed == 1002)
+
+
+def lowered_with(program, mesh, name, placement):
+    """A program on the simulated devices with one placement, at its first operation of a name."""
+    analysis = analyse(program)
+    (site,) = [op.site for op in analysis.graph.ops if op.name == name]
+    whole = [tuple(((),) * len(leaf.shape) for leaf in leaves) for leaves in (program.arguments, program.results)]
+    placements = Placements(mesh, {site: placement}, {}, frozenset(), {}, *whole)
+    return lower_step(program, placements, mesh.build(), donate=False)
 
 
 @pytest.mark.parametrize("split", [(0, 1), (1, 0), (2, 0), (2, 1, 0)], ids=str)
@@ -109,15 +99,51 @@ def test_pieces_split_over_axes_out_of_order(split, operation, devices):
             return lax.pad(x, np.float32(0), ((0, 0, 0), (32, 0, 0)))
         return lax.slice(x, (0, 16), (8, 32))
 
-    program, mesh = trace(fn, x), toy_mesh(2, 2, 2)
     spec = ((), split)
     operands = ((spec,), ()) if operation == "pad" else ((spec,),)
     targets = (spec, ()) if operation == "pad" else (spec,)
     placement = Placement(operands, ((spec,),), moves=(1,), targets=targets, raws=(spec,))
-    placements = Placements(mesh, {(0,): placement}, {}, frozenset(), {}, (spec,), (spec,))
-    lowered = lower_step(program, placements, mesh.build(devices), donate=False)
+    lowered = lowered_with(trace(fn, x), toy_mesh(2, 2, 2), operation, placement)
     out = lowered.compile()(jax.device_put(x, lowered.in_shardings[0]))[0]
     np.testing.assert_array_equal(out, fn(x))
+
+
+@pytest.mark.parametrize("start", [0, 2, 10, 30])
+@pytest.mark.parametrize("operation", ["dynamic_slice", "gather"])
+def test_shares_of_a_slice_whose_start_is_clamped(operation, start, devices):
+    """XLA makes one slice of two, and forgets that the first would have been clamped."""
+    x = np.arange(64.0, dtype=np.float32).reshape(4, 16)
+
+    def fn(x, at):
+        if operation == "dynamic_slice":
+            return lax.dynamic_slice(x, (0, at[0]), (4, 14))
+        return jax.vmap(lambda row, k: lax.dynamic_slice(row, (k,), (14,)))(x, at)
+
+    rows, both = ((1,), ()), ((1,), (0,))
+    others = (((1,), ()),) if operation == "gather" else ()
+    placement = Placement(((rows,), others), ((rows, both),))
+    if operation == "dynamic_slice":
+        placement = Placement(((rows,), (), ()), ((rows, both),))
+    at = np.full(4, start, np.int32)
+    lowered = lowered_with(trace(fn, x, at), toy_mesh(2, 4), operation, placement)
+    out = lowered.compile()(*[jax.device_put(a, s) for a, s in zip((x, at), lowered.in_shardings, strict=True)])[0]
+    first = min(start, 2)
+    np.testing.assert_array_equal(out, x[:, first : first + 14])
+
+
+def test_convolution_split_over_space_and_features(devices):
+    """Wrong in XLA with constraints alone."""
+
+    def fn(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), ((0, 0), (1, 1)))
+
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 4, 6, 24), (8, 4, 1, 3)))
+    pins = {"x": jax.P(None, None, "a", "b"), "w": jax.P("c"), "result/": jax.P(None, "c", "a", "b")}
+    plan = spmd_auto.plan(fn, x, w, mesh=toy_mesh(2, 2, 2), pins=pins)
+    lowered = plan.lower_step(donate=False)
+    out = lowered.compile()(*[jax.device_put(a, s) for a, s in zip((x, w), lowered.in_shardings, strict=True)])[0]
+    np.testing.assert_allclose(out, fn(x, w), atol=1e-5)
 
 
 def test_fuzzing_finds_and_shrinks_a_fault(devices, monkeypatch):

@@ -18,6 +18,8 @@ def bind_safely(eqn: Any, operands: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name in _DYNAMIC:
         operands = inside(eqn, operands)
+    elif name == "gather":
+        operands = among_the_rows(eqn, operands)
     elif name.startswith("scatter"):
         operands = apart(eqn, operands)
     return _compat.bind(eqn, operands)
@@ -33,6 +35,17 @@ def inside(eqn: Any, operands: list[Any]) -> list[Any]:
     window = eqn.invars[1].aval.shape if eqn.primitive.name == "dynamic_update_slice" else eqn.outvars[0].aval.shape
     first = len(operands) - len(whole)
     return [*operands[:first], *(_clamped(x, n - m) for x, n, m in zip(operands[first:], whole, window, strict=True))]
+
+
+def among_the_rows(eqn: Any, operands: list[Any]) -> list[Any]:
+    """The operands of a gather with indices that need no clamping, as `inside`: of one index XLA makes a slice."""
+    params = eqn.params
+    if params["mode"] != lax.GatherScatterMode.CLIP:  # else what is outside is not looked at
+        return operands
+    whole = eqn.invars[0].aval.shape
+    most = jnp.iinfo(eqn.invars[1].aval.dtype).max
+    last = [min(whole[d] - params["slice_sizes"][d], most) for d in params["dimension_numbers"].start_index_map]
+    return [operands[0], jnp.clip(operands[1], 0, jnp.asarray(last, operands[1].dtype))]
 
 
 def apart(eqn: Any, operands: list[Any]) -> list[Any]:
