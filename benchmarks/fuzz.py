@@ -2,7 +2,7 @@
 
 python benchmarks/fuzz.py [--programs 2000] [--again]
 
-Each program's row is written to results/fuzz.jsonl as soon as it is there, with the commit it is of; what is there and
+Rows are written to .cache/fuzz.jsonl as they come, with the commit it is of; what is there and
 did not fail is not done again unless `--again` is given. results/fuzz.txt is the summary. Programs run in a process of
 their own, so that one that aborts the compiler is a row too.
 """
@@ -33,7 +33,7 @@ from tests.fuzz.check import OneDeviceFails, check_all  # noqa: E402
 from tests.fuzz.draft import Call  # noqa: E402
 from tests.fuzz.programs import generate  # noqa: E402
 
-STORE = ROOT / "benchmarks" / "results" / "fuzz.jsonl"
+STORE = ROOT / ".cache" / "fuzz.jsonl"
 EDGES = (0.0, 0.5, 0.9, 0.98, 1.02, 1.1, 1.5, 2.0, 4.0, math.inf)  # compiled over predicted bytes
 SMALL = 256  # bytes: rows below are sums to scalars
 
@@ -109,7 +109,7 @@ def summarise(store: dict[int, Row]) -> None:
     report.add(f"{len(rows)} programs, {sum(row.get('gradient', False) for row in rows)} with gradients")
     report.add(f"{len(failed)} failed; {sum(row['split'] > 0 for row in fine)} of the others have split arguments")
     report.add(f"largest relative error {max((row['error'] for row in fine), default=0.0):.2g}")
-    report.add(f"{len(refused)} are refused by the compiler on one device: {[row['seed'] for row in refused]}")
+    report.add(f"{len(refused)} are refused by the compiler on one device: {sorted(row['seed'] for row in refused)}")
     for row in failed:
         report.add(f"  seed {row['seed']}: {row['failed']}")
     ratios: Counter[int] = Counter()
