@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import fnmatch
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from spmd_auto.propagate.analysis import PinKey
 from spmd_auto.propagate.assignment import PinnedSpec
 from spmd_auto.propagate.inside import Constraint, constraints_in
 from spmd_auto.trace import Program
+from spmd_auto.trace.declared import Declared
 
 Pins = Mapping[str, Any]  # tree-path glob -> PartitionSpec
 _RESULT = "result/"
@@ -77,11 +79,19 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> Pinned:
 
 
 def _add_declared(program: Program, mesh: LogicalMesh, found: Pinned) -> None:
-    """What the model's metadata says, checked against what the caller says."""
+    """What the model's metadata says, checked against what the caller says.
+
+    Metadata that names an axis which this mesh does not have was written for another mesh: it can't hold here, and the
+    model must be plannable all the same. That is said in one warning.
+    """
+    elsewhere: list[tuple[str, Declared]] = []
     for i, declared in enumerate(program.declared):
         if declared is None:
             continue
         leaf = program.arguments[i]
+        if not {axis for entry in declared.entries for axis in _axes_of(entry)} <= set(mesh.names):
+            elsewhere.append((leaf.path, declared))
+            continue
         source = f"the model's metadata {declared.source}"
         spec = _spec_of(mesh, declared.entries, leaf.shape, source, f"leaf {leaf.path}")
         other = found.get(("argument", i))
@@ -93,6 +103,14 @@ def _add_declared(program: Program, mesh: LogicalMesh, found: Pinned) -> None:
                 [f"drop {other.source}", "change the metadata, or unbox it: flax.linen.meta.unbox(params)"],
             )
         found["argument", i] = other or Pin(spec, source)
+    if elsewhere:
+        path, declared = elsewhere[0]
+        warnings.warn(
+            f"{len(elsewhere)} leaves of {program.name} declare mesh axes that the plan's mesh {mesh.names} does not "
+            f"have (first {path}: {declared.source}); what they declare is left aside. Give auto_shard the mesh that "
+            "the model was written for to have it kept.",
+            stacklevel=2,
+        )
 
 
 def _check_results(program: Program, mesh: LogicalMesh, found: Pinned) -> None:
