@@ -63,7 +63,11 @@ SORTED = FuzzProgram(
     ),
     (3,),
 )
+JOINED = FuzzProgram(
+    (Argument((16, 2, 16)), Call("fft", (0,)), Call("stack", (0, 1), (("axis", 2),))), (2,), gradient=True
+)
 FAILED = {
+    "transform whose result lies where its operand does": (JOINED, (2, 4)),
     "one place of an array whose pieces were cut from a whole": (SORTED, (2, 2, 2)),
     "an empty piece of a roll": (ROLLED, (8,)),
     "transform of a gathered array": (TRANSFORMED, (8,)),

@@ -145,11 +145,31 @@ def _flat(ops: list[OpClass]) -> tuple[frozenset[int], dict[int, float]]:
         op = cls.op
         touched = {c for c, v in zip(cls.operands, op.operands, strict=True) if v.depends and v.shape}
         touched |= {c for c, v in zip(cls.results, op.results, strict=True) if v.shape}
-        if len(touched) == 1 and not op.cuts_regions and all(f.kind is Kind.PASS for f in op.rule) and op.rule:
+        if len(touched) == 1 and not op.cuts_regions and _keeps_places(op):
             flat.add(i)
             if op.name not in FREE:
                 weight[touched.pop()] += cls.trips * FUSED_SHARE * sum(v.bytes for v in op.results)
     return frozenset(flat), dict(weight)
+
+
+def _keeps_places(op: Op) -> bool:
+    """Whether each element of a result is made of those at its own place: all dimensions pass, and to themselves.
+
+    A transform has dimensions that are needed whole, a transpose of a square array others; arrays that are cheap to
+    make anew may be of any shape.
+    """
+    arrays = [(True, k, v) for k, v in enumerate(op.results)] + [(False, k, v) for k, v in enumerate(op.operands)]
+    arrays = [(side, k, v) for side, k, v in arrays if v.shape and (side or v.depends)]
+    for side, k, value in arrays:
+        passing: set[int] = set()
+        for factor in op.rule:
+            mine = {d for position, d in (factor.results if side else factor.operands) if position == k}
+            if factor.kind is Kind.PASS and mine:
+                to = {d for position, d in factor.results if op.results[position].shape}
+                passing |= {d for d in mine if factor.size == value.shape[d] and to == {d}}
+        if any(n > 1 and d not in passing for d, n in enumerate(value.shape)):
+            return False
+    return True
 
 
 def _latencies(analysis: Analysis) -> list[tuple[float, tuple[float, ...]]]:
