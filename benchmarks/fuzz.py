@@ -2,9 +2,9 @@
 
 python benchmarks/fuzz.py [--programs 2000] [--again]
 
-Rows are written to .cache/fuzz.jsonl as they come, with the commit it is of; what is there and
-did not fail is not done again unless `--again` is given. results/fuzz.txt is the summary. Programs run in a process of
-their own, so that one that aborts the compiler is a row too.
+Rows are written to .cache/fuzz.jsonl as they come, each with its commit; what is there and did not fail is not done
+again unless `--again` is given. results/fuzz.txt is the summary. Programs run in a process of their own, so that one
+that aborts the compiler is a row too.
 """
 
 from __future__ import annotations

