@@ -68,7 +68,9 @@ SORTED = FuzzProgram(
 JOINED = FuzzProgram(
     (Argument((16, 2, 16)), Call("fft", (0,)), Call("stack", (0, 1), (("axis", 2),))), (2,), gradient=True
 )
+OF_ONE = FuzzProgram((Argument((24, 16, 1)), Call("fft", (0,)), Call("reverse", (1,), (("axis", 2),))), (2,))
 FAILED = {
+    "transform of a dimension of size one": (OF_ONE, (8,)),
     "transform whose result lies where its operand does": (JOINED, (2, 4)),
     "one place of an array whose pieces were cut from a whole": (SORTED, (2, 2, 2)),
     "an empty piece of a roll": (ROLLED, (8,)),

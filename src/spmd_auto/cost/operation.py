@@ -21,6 +21,8 @@ from spmd_auto.propagate.assignment import axis_places, make_spec
 from spmd_auto.propagate.factors import Kind, Rule
 from spmd_auto.propagate.graph import Op, Value
 
+ON_SHARDS = ("fft",)  # lowering writes these out on shards: XLA gathers them along every dimension
+
 
 def stageable(op: Op) -> bool:
     """Whether lowering can write an operation out as a manual `shard_map` with staged reductions.

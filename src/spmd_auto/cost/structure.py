@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter, defaultdict
 
 from spmd_auto.cost.compute import FREE, FUSED_SHARE
+from spmd_auto.cost.operation import ON_SHARDS
 from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.propagate.classes import OpClass
 from spmd_auto.propagate.factors import Kind
@@ -145,7 +146,7 @@ def _flat(ops: list[OpClass]) -> tuple[frozenset[int], dict[int, float]]:
         op = cls.op
         touched = {c for c, v in zip(cls.operands, op.operands, strict=True) if v.depends and v.shape}
         touched |= {c for c, v in zip(cls.results, op.results, strict=True) if v.shape}
-        if len(touched) == 1 and not op.cuts_regions and _keeps_places(op):
+        if len(touched) == 1 and not op.cuts_regions and op.name not in ON_SHARDS and _keeps_places(op):
             flat.add(i)
             if op.name not in FREE:
                 weight[touched.pop()] += cls.trips * FUSED_SHARE * sum(v.bytes for v in op.results)

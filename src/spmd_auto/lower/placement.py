@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from spmd_auto.cost.operation import OpForm, stageable
+from spmd_auto.cost.operation import ON_SHARDS, OpForm, stageable
 from spmd_auto.cost.pricer import Priced, Pricer
 from spmd_auto.cost.reshard import ReshardTable, gather_steps
 from spmd_auto.cost.structure import SumTree, reads_stored
@@ -23,7 +23,6 @@ from spmd_auto.propagate.graph import Graph, Op, Site, Value
 Own = Callable[[Value], Spec]
 _WINDOWED = ("reduce_", "select_and_scatter")
 _AS_IT_IS = ("top_k",)  # on CPUs XLA gathers it along every dimension
-_ON_SHARDS = ("fft",)  # XLA gathers these along every dimension
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         form = priced.forms[index]
         if op.site in between:
             continue
-        cut = op.cuts_regions or op.name.startswith(_WINDOWED) or op.name in (*_ON_SHARDS, *_AS_IT_IS)
+        cut = op.cuts_regions or op.name.startswith(_WINDOWED) or op.name in (*ON_SHARDS, *_AS_IT_IS)
         if form is not None and (cut or _moves(op, form) or _pinned(pricer, op)):
             placement = _cut_point(pricer.reshards, op, form, own, op.site in pending)
             if op.backward:
@@ -180,7 +179,7 @@ def _cut_point(reshards: ReshardTable, op: Op, form: OpForm, own: Own, deferred:
     if moves or (op.name in _AS_IT_IS and any(index is not None for index in form.choice)):
         results = [reshards.path(raw, own(v)) if v.placed else () for v, raw in zip(op.results, form.raws, strict=True)]
         return Placement(tuple(operands), tuple(results), moves=moves, targets=form.targets, raws=form.raws)
-    by_hand = _windowed_by_hand(op, form) or op.name in _ON_SHARDS or (partial and _is_manual(op, form))
+    by_hand = _windowed_by_hand(op, form) or op.name in ON_SHARDS or (partial and _is_manual(op, form))
     if by_hand and not deferred:
         steps, reduced = _steps(form, own(op.results[0]))
         if not partial:
