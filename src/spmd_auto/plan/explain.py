@@ -16,6 +16,7 @@ from spmd_auto.errors import StrategyError
 from spmd_auto.plan.plan import Plan
 from spmd_auto.propagate.assignment import Assignment
 from spmd_auto.search.refine import refine
+from spmd_auto.tools.notation import spec_to_counts
 
 WIDTH = 110
 
@@ -198,12 +199,12 @@ def explain_leaf(plan: Plan, path: str) -> str:
         raise StrategyError(f"no argument leaf {path!r}", "", [f"did you mean {n!r}?" for n in near])
     leaf, spec = leaves[index], plan.placements.arguments[index]
     groups = plan.analysis.axes.of[plan.analysis.graph.arguments[index].id]
-    parts = math.prod(plan.mesh.sizes[a] for axes in spec for a in axes)
-    local = tuple(n // math.prod(plan.mesh.sizes[a] for a in axes) for n, axes in zip(leaf.shape, spec, strict=True))
+    counts = spec_to_counts(plan.mesh.partition_spec(spec), plan.mesh, len(spec))
+    local = tuple(n // count for n, count in zip(leaf.shape, counts, strict=True))
     lines = [
         f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}, {leaf.role.value if leaf.role else ''}",
-        f"  spec {plan.mesh.partition_spec(spec)}: pieces of {list(local)}, "
-        f"{size(leaf.bytes / parts)} per device of {size(leaf.bytes)}",
+        f"  spec {plan.mesh.partition_spec(spec)}, split counts {counts}: pieces of {list(local)}, "
+        f"{size(leaf.bytes / math.prod(counts))} per device of {size(leaf.bytes)}",
     ]
     pin = plan.pinned.get(("argument", index))
     if pin is not None:

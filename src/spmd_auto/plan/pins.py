@@ -17,10 +17,11 @@ from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.analysis import PinKey
 from spmd_auto.propagate.assignment import PinnedSpec
 from spmd_auto.propagate.inside import Constraint, constraints_in
+from spmd_auto.tools.notation import counts_to_spec, is_counts
 from spmd_auto.trace import Program
 from spmd_auto.trace.declared import Declared
 
-Pins = Mapping[str, Any]  # tree-path glob -> PartitionSpec
+Pins = Mapping[str, Any]  # tree-path glob -> PartitionSpec, or split counts: (8, 1)
 _RESULT = "result/"
 
 
@@ -133,6 +134,11 @@ def _check_results(program: Program, mesh: LogicalMesh, found: Pinned) -> None:
 def _spec_of(mesh: LogicalMesh, wanted: Any, shape: tuple[int, ...], source: str, what: str) -> PinnedSpec:
     if isinstance(wanted, jax.sharding.NamedSharding):
         wanted = wanted.spec
+    if is_counts(wanted):
+        try:
+            wanted = counts_to_spec(wanted, shape, mesh)
+        except MeshError as error:
+            raise PinError(f"{source}: {error.what} ({what})", error.why, error.fixes) from error
     unconstrained = jax.sharding.PartitionSpec.UNCONSTRAINED
     entries = tuple(wanted) if isinstance(wanted, (jax.sharding.PartitionSpec, tuple, list)) else ()
     free = {d for d, entry in enumerate(entries) if entry is unconstrained}
