@@ -2,6 +2,7 @@
 #
 #   find_python                     prints a Python >= 3.11 ($PYTHON overrides)
 #   find_next_python                prints a Python >= 3.12, which gets the newest jax; fails where there is none
+#   test_workers                    prints how many processes pytest should use
 #   ensure_venv DIR PYTHON EXTRAS   DIR is a venv with this package and EXTRAS ("test,tpu", or ""), installed only
 #                                   when pyproject.toml, the Python version or EXTRAS changed since the last time
 
@@ -46,6 +47,9 @@ compiler_extras() {
 model_extras() {
   if ! python_at_least "$1" 12; then echo ",models"; fi
 }
+
+# One pytest process per core, at most four: each compiles and takes a few GB at its worst.
+test_workers() { "$ROOT/.venv/bin/python" -c 'import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))'; }
 
 ensure_venv() {
   local venv="$1" python="$2" extras="$3"
