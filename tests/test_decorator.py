@@ -251,12 +251,12 @@ def test_placed_arguments_are_passed_on_as_they_are():
     """No copies between steps: a leaf that lies as planned is the very array that the executable gets."""
     step = sharded(memory=MEMORY)
     state, _ = step(step.init(create, jax.random.key(0), batch=data()), data())
-    entry = step._entry((state, data()), {})
+    args = (state, data())
+    call = step._apart(args, {})
+    entry = step._entry(call, args, {})
     lowered = step._lowered(entry)
-    for x, sharding, aval, leaf in zip(
-        jax.tree.leaves(state), lowered.in_shardings, lowered.abstract, entry.plan.program.arguments, strict=False
-    ):
-        assert step._place(x, sharding, aval, leaf.path) is x
+    for x, placed in zip(jax.tree.leaves(state), step._place(call, entry.plan, lowered), strict=False):
+        assert placed is x
 
 
 def test_donation():

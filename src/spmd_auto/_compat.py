@@ -173,3 +173,16 @@ def backend_started() -> bool:
     from jax._src import xla_bridge
 
     return bool(xla_bridge._backends)
+
+
+def tracers(xs: Sequence[Any]) -> list[Any]:
+    from jax.core import Tracer
+
+    return [x for x in xs if isinstance(x, Tracer)]
+
+
+def are_staged(xs: Sequence[Any]) -> bool:
+    """Whether tracers belong to a program being written down (jit, eval_shape, loops), not to grad or vmap."""
+    from jax._src.interpreters.partial_eval import DynamicJaxprTracer
+
+    return all(isinstance(x, DynamicJaxprTracer) for x in xs)

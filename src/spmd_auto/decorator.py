@@ -5,24 +5,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
+import threading
+import types
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from spmd_auto import _compat
-from spmd_auto.errors import LoweringError, TraceError
+from spmd_auto.errors import BatchError, LoweringError
 from spmd_auto.lower import LoweredStep
 from spmd_auto.mesh import LogicalMesh
-from spmd_auto.plan.make import MeshLike, make_plan
+from spmd_auto.plan.make import MeshLike
 from spmd_auto.plan.pins import Pins
 from spmd_auto.plan.plan import Plan
+from spmd_auto.runtime import report
+from spmd_auto.runtime.find import find_plan
+from spmd_auto.runtime.follow import frozen_pins, no_longer_split
+from spmd_auto.runtime.leaves import leaf_type, place, without_aliases
+from spmd_auto.runtime.start import Creation
 from spmd_auto.search.beam import SearchOptions
-from spmd_auto.trace import Leaf, Program, Role, static_arguments, trace
+from spmd_auto.trace import Call, objects, static_arguments, take_apart, trace
 
 logger = logging.getLogger("spmd_auto")
+
+Ragged = Literal["replicate", "refuse"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -48,23 +57,67 @@ class AutoSharded:
         static_argnums: int | Sequence[int] = (),
         static_argnames: str | Sequence[str] = (),
         like: AutoSharded | None = None,
+        ragged: Ragged = "replicate",
+        quiet: bool = False,
     ):
         functools.update_wrapper(self, fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a partial or a callable object has none
+        if ragged not in ("replicate", "refuse"):
+            raise BatchError(
+                f"ragged={ragged!r}",
+                "a batch that can't be split as the first one was is computed whole on each device, or refused",
+                ['ragged="replicate"', 'ragged="refuse"'],
+            )
         self._fn = fn
         self._mesh, self._pins, self._memory, self._search = mesh, dict(pins or {}), memory, search
         self._donate = donate
+        self._static = (static_argnums, static_argnames)
         self._static_argnums, self._static_argnames = static_arguments(fn, static_argnums, static_argnames)
-        self._like = like
+        self._like, self._ragged, self._quiet = like, ragged, quiet
         self._entries: dict[Any, _Entry] = {}
         self._jax_meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
-        self._resharded = False
+        self._moved = False
+        self._lock = threading.RLock()
+        self._bound: weakref.WeakKeyDictionary[Any, AutoSharded] = weakref.WeakKeyDictionary()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> AutoSharded:
+        """A decorated method: an object that is no pytree is closed over (and planned for once), as jit would have it
+        with a static `self`; a module is the first argument."""
+        if instance is None:
+            return self
+        with self._lock:
+            found = self._bound.get(instance) if _is_weak(instance) else None
+            if found is None:
+                held = objects.is_object(instance) or not jax.tree_util.all_leaves([instance])
+                found = _Bound(self, instance) if held else self._copy(types.MethodType(self._fn, instance))
+                if _is_weak(instance) and not held:
+                    self._bound[instance] = found
+            return found
+
+    def _copy(self, fn: Callable[..., Any]) -> AutoSharded:
+        numbers, names = self._static
+        if isinstance(numbers, int):
+            numbers = (numbers,)
+        return AutoSharded(
+            fn,
+            mesh=self._mesh,
+            pins=self._pins,
+            memory=self._memory,
+            search=self._search,
+            donate=self._donate,
+            static_argnums=tuple(n - 1 if n > 0 else n for n in numbers),  # counted with self
+            static_argnames=names,
+            like=self._like,
+            ragged=self._ragged,
+            quiet=self._quiet,
+        )
 
     # ---- planning -----------------------------------------------------------------------------
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments (arrays or `ShapeDtypeStruct`s); planned once per abstract signature."""
-        return self._entry(args, kwargs).plan
+        with objects.references("flax.nnx" in sys.modules):
+            return self._entry(self._apart(args, kwargs), args, kwargs).plan
 
     def explain(self, *args: Any, path: str | None = None, **kwargs: Any) -> str:
         """The plan in words; without arguments that of the first signature."""
@@ -76,30 +129,19 @@ class AutoSharded:
             return next(iter(self._entries.values())).plan.explain(path)
         return self.plan(*args, **kwargs).explain(path)
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # with their types: 1, 1.0 and True are equal, but trace differently
-        static = tuple((type(args[i]), args[i]) for i in self._static_argnums if i < len(args))
-        named = tuple((k, type(kwargs[k]), kwargs[k]) for k in self._static_argnames if k in kwargs)
-        flat, tree = self._flatten(args, kwargs)
-        return tree, static, named, tuple(_shape_dtype(x) for x in flat)
+    def _apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return take_apart(self._fn, args, kwargs, self._static_argnums, self._static_argnames)
 
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        dynamic = tuple(a for i, a in enumerate(args) if i not in self._static_argnums)
-        named = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
-        return jax.tree_util.tree_flatten((dynamic, named))
-
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
-        key = self._signature(args, kwargs)
-        try:
-            entry = self._entries.get(key)
-        except TypeError as error:
-            raise TraceError(
-                f"{self.__name__} has a static argument that can't be hashed: {error}",
-                "a step is planned once for each value of its static arguments",
-                ["a tuple instead of a list", "a frozen dataclass"],
-            ) from error
+    def _entry(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+        key = call.key, tuple(leaf_type(x) for x in call.leaves)
+        entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(self._make_plan(args, kwargs))
+            with self._lock:  # another thread may have planned it meanwhile
+                entry = self._entries.get(key)
+                if entry is None:
+                    entry = _Entry(self._make_plan(args, kwargs))
+                    self._entries[key] = entry
+                    report.planned_again(self.__name__, list(self._entries))
         return entry
 
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -110,18 +152,27 @@ class AutoSharded:
         first = self._first_plan()
         if first is not None:  # the state's specs are frozen by the first plan
             mesh = first.mesh
-            pins = _frozen(first, program) | pins  # the user's own pins come last: they win
-        plan = make_plan(program, mesh, pins=pins, memory=self._memory, search=self._search)
-        logger.info(
-            "%r found in %.2f s (%d states)%s",
-            plan,
-            plan.search.seconds,
-            plan.search.states,
-            f"; stopped by its {plan.search.stopped}" if plan.search.stopped else "",
-        )
-        for unknown in plan.analysis.graph.unknown.values():
-            logger.warning("%s (%d bytes)", unknown, unknown.bytes)
+            pins = frozen_pins(first, program) | pins  # the user's own pins come last: they win
+        with report.progress(self.__name__, self._quiet) as progress:
+            plan = find_plan(program, mesh, pins=pins, memory=self._memory, search=self._search, progress=progress)
+        if not self._quiet:
+            report.found(plan)
+        if self._entries:
+            self._check_ragged(next(iter(self._entries.values())).plan, plan)
         return plan
+
+    def _check_ragged(self, first: Plan, plan: Plan) -> None:
+        for leaf, dim, parts in no_longer_split(first, plan):
+            what = (
+                f"{leaf.path!r} of {self.__name__} has {leaf.shape[dim]} in dimension {dim}, not divisible by {parts}"
+            )
+            why = f"the first batch was split into {parts}; this one is computed whole on each device"
+            if self._ragged == "refuse":
+                raise BatchError(
+                    what, why, ["drop the last batch, or fill it and mask", 'auto_shard(ragged="replicate")']
+                )
+            if not self._quiet:
+                logger.warning("%s: %s", what, why)
 
     def _first_plan(self) -> Plan | None:
         if self._entries:
@@ -143,57 +194,64 @@ class AutoSharded:
         return found
 
     def _lowered(self, entry: _Entry) -> LoweredStep:
-        if entry.lowered is None:
-            entry.lowered = entry.plan.lower_step(self._jax_mesh(entry.plan), self._donate)
-        return entry.lowered
+        with self._lock:
+            if entry.lowered is None:
+                entry.lowered = entry.plan.lower_step(self._jax_mesh(entry.plan), self._donate)
+            return entry.lowered
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoweredStep:
+        with objects.references("flax.nnx" in sys.modules):
+            return self._lowered(self._entry(self._apart(args, kwargs), args, kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.stages.Lowered` of the planned step."""
-        return self._lowered(self._entry(args, kwargs)).lower()
+        """`jax.stages.Lowered` of the planned step, over flat arguments."""
+        return self._step(args, kwargs).lower()
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.stages.Compiled` of the planned step, the one that calls run."""
-        return self._lowered(self._entry(args, kwargs)).compile()
+        return self._step(args, kwargs).compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        entry = self._entry(args, kwargs)
-        lowered = self._lowered(entry)
-        flat, _ = self._flatten(args, kwargs)
-        if any(_compat.is_tracer(x) for x in flat):
-            raise LoweringError(
-                f"{self.__name__} was called inside another JAX transformation (jit, grad, vmap, scan, ...)",
-                "it is a compiled program for all devices: nothing can be traced through it",
-                [
-                    f"transform first, then shard: auto_shard(jax.grad({self.__name__}))",
-                    "call the undecorated function there",
-                ],
-            )
-        placed = [
-            self._place(x, sharding, aval, leaf.path)
-            for x, sharding, aval, leaf in zip(
-                flat, lowered.in_shardings, lowered.abstract, entry.plan.program.arguments, strict=True
-            )
-        ]
-        if self._donate:
-            placed = _without_aliases(placed, {i for i in entry.plan.program.replaces if i is not None})
-        return jax.tree_util.tree_unflatten(entry.plan.program.out_tree, lowered.compile()(*placed))
-
-    def _place(self, x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> Any:
-        if isinstance(x, jax.Array):
-            if x.is_deleted():
+        if jax.config.jax_disable_jit:  # the user wants to see the step's own lines run
+            return self._fn(*args, **kwargs)
+        with objects.references("flax.nnx" in sys.modules):
+            call = self._apart(args, kwargs)
+            traced = _compat.tracers(call.leaves)
+            if traced and not _compat.are_staged(traced):
                 raise LoweringError(
-                    f"argument leaf {path!r} was donated to an earlier call and is gone",
-                    "a step gives the buffers of its old state to the new one",
-                    ["use the state that the step returned", "auto_shard(donate=False)"],
+                    f"{self.__name__} was called inside of grad, vmap or another transformation of JAX",
+                    "it is a program for all devices, planned for what it computes: nothing is differentiated or "
+                    "batched through it",
+                    [
+                        f"transform first, then shard: auto_shard(jax.grad({self.__name__}))",
+                        "call the undecorated function there",
+                    ],
                 )
-            if x.sharding.is_equivalent_to(sharding, x.ndim):
-                return x
-            if x.ndim and not self._resharded and len(x.sharding.device_set) >= 1 and x.committed:
-                self._resharded = True
-                logger.info("arguments of %s lie otherwise than planned (first: %s): moved once", self.__name__, path)
-        elif not _compat.is_extended(aval.dtype):
-            x = np.asarray(x, aval.dtype)
-        return jax.device_put(x, sharding)
+            entry = self._entry(call, args, kwargs)
+            lowered = self._lowered(entry)
+            if traced:  # inside of jit: a part of the outer program, with the plan's constraints
+                return entry.plan.program.returned.put_back(lowered.jitted(*call.leaves), call.leaves)
+            placed = self._place(call, entry.plan, lowered)
+            with self._lock:
+                compiled = lowered.compile()
+            return entry.plan.program.returned.put_back(compiled(*placed), placed)
+
+    def _place(self, call: Call, plan: Plan, lowered: LoweredStep) -> list[Any]:
+        placed = []
+        for x, sharding, aval, leaf in zip(
+            call.leaves, lowered.in_shardings, lowered.abstract, plan.program.arguments, strict=True
+        ):
+            array, moved = place(x, sharding, aval, leaf.path)
+            if moved and not self._moved:
+                self._moved = True
+                if not self._quiet:
+                    logger.info(
+                        "arguments of %s lie otherwise than planned (first: %s): moved once", self.__name__, leaf.path
+                    )
+            placed.append(array)
+        if self._donate:
+            placed = without_aliases(placed, {i for i in plan.program.replaces if i is not None})
+        return placed
 
     # ---- the state ----------------------------------------------------------------------------
 
@@ -201,100 +259,61 @@ class AutoSharded:
         """Runs `create(*args, **kwargs)` so that the state is born sharded: never whole on one device.
 
         Args:
-          create: makes the step's first argument (the state).
+          create: makes the step's first argument (a `TrainState`, an nnx module), or a tuple of its first ones
+            (`model, optimizer`).
           batch: the step's other arguments (one, or a tuple of them), arrays or abstract; needed if the
-            step has no plan yet.
+            step has no plan yet. (A keyword `batch` of `create` itself: `functools.partial(create, batch=...)`.)
 
         Raises:
           LoweringError: no plan and no batch, or the created state has another shape than the planned one.
         """
-        try:
-            abstract_state = jax.eval_shape(create, *args, **kwargs)
-        except Exception as error:
-            raise TraceError(
-                f"{self.__name__}.init: the state can't be created under tracing: {type(error).__name__}",
-                "the state is created by a compiled program, so that it is born in pieces (see the cause above)",
-                ["functools.partial(create, size=...) for arguments that are no arrays"],
-            ) from error
+        others = () if batch is None else batch if isinstance(batch, tuple) else (batch,)
+        creation = Creation(self._fn, create, args, kwargs, None if batch is None else len(others))
         plan = self._first_plan()
         if batch is not None:
-            others = batch if isinstance(batch, tuple) else (batch,)
-            plan = self.plan(abstract_state, *others)
+            plan = self.plan(*creation.states(creation.abstract), *others)
         if plan is None:
             raise LoweringError(
                 f"{self.__name__}.init has no plan to follow",
                 "how the state lies depends on the batch too",
                 ["pass batch=... to init", "call .plan(state, batch) first, with jax.eval_shape's state"],
             )
-        mesh = self._jax_mesh(plan)
-        by_path = plan.specs
-        program = plan.program
-        head = program.arguments[0].path.split("/")[0]
-        leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_state)
-        shardings = []
-        for path, leaf in leaves:
-            name = "/".join(p for p in (head, jax.tree_util.keystr(path, simple=True, separator="/")) if p)
-            if name not in by_path or program.find(name).shape != leaf.shape:
-                raise LoweringError(
-                    f"{self.__name__}.init: the created state has a leaf {name!r} of shape {leaf.shape}",
-                    "the planned state has none like it",
-                    ["create the state that the step was planned for"],
-                )
-            shardings.append(jax.sharding.NamedSharding(mesh, by_path[name]))
-        return jax.jit(create, out_shardings=jax.tree_util.tree_unflatten(tree, shardings))(*args, **kwargs)
+        shapes = {leaf.path: leaf.shape for leaf in plan.program.arguments}
+        return creation.run(plan.specs, self._jax_mesh(plan), shapes)
 
 
-def _without_aliases(arrays: list[Any], donated: set[int]) -> list[Any]:
-    """Copies of arrays that are passed twice where one of the two is donated: a buffer can be given away only once."""
-    first: dict[int, int] = {}
-    out = list(arrays)
-    for i, x in enumerate(arrays):
-        k = first.setdefault(id(x), i)
-        if k != i and (i in donated or k in donated):
-            out[i] = jax.device_put(jnp.copy(x), x.sharding)
-    return out
+class _Bound:
+    """A decorated method of a module: the module is the step's first argument."""
+
+    def __init__(self, step: AutoSharded, instance: Any):
+        functools.update_wrapper(self, step)
+        self._step, self._instance = step, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self._instance, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        return self._step.plan(self._instance, *args, **kwargs)
+
+    def explain(self, *args: Any, path: str | None = None, **kwargs: Any) -> str:
+        if not args and not kwargs:
+            return self._step.explain(path=path)
+        return self._step.explain(self._instance, *args, path=path, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step.lower(self._instance, *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step.compile(self._instance, *args, **kwargs)
 
 
-def _frozen(first: Plan, program: Program) -> dict[str, Any]:
-    """Pins that make a further plan follow the first one's state: leaves of the same path and shape.
-
-    Paths are compared without the argument's name, and as a part of the state: `state/params/w` of the first is
-    `params/w`, or the leaf `w` of an argument that holds parameters, of the second.
-    """
-    state = [
-        (leaf, spec)
-        for leaf, spec in zip(first.program.arguments, first.specs.values(), strict=True)
-        if leaf.role in (Role.PARAMETER, Role.OPTIMIZER)
-    ]
-    by_tail = {_tail(leaf.path): (leaf, spec) for leaf, spec in state}
-    parts: dict[str, list[tuple[Leaf, Any]]] = {}
-    for leaf, spec in state:
-        names = leaf.path.split("/")
-        for k in range(2, len(names)) if leaf.role is Role.PARAMETER else ():
-            parts.setdefault("/".join(names[k:]), []).append((leaf, spec))
-    pins = {}
-    for leaf in program.arguments:
-        tail = _tail(leaf.path)
-        part = parts.get(tail, []) if leaf.role is Role.PARAMETER or "/" in tail else []
-        known = by_tail.get(tail) or by_tail.get(leaf.path) or (part[0] if len(part) == 1 else None)
-        if known is not None and known[0].shape == leaf.shape and leaf.shape:
-            pins[leaf.path] = known[1]
-    return pins
-
-
-def _tail(path: str) -> str:
-    return path.split("/", 1)[-1]
-
-
-def _shape_dtype(x: Any) -> tuple[Any, ...]:
-    # 2.0 keeps a bfloat16 array bfloat16; a float32 array of 2, or np.float64(2), does not
-    if isinstance(x, (float, complex)) and not isinstance(x, np.generic):
-        return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), "weak"
-    if isinstance(x, (bool, int)):
-        return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
-    shape = tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
-    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    return shape, dtype if _compat.is_extended(dtype) else jax.dtypes.canonicalize_dtype(dtype)
+def _is_weak(x: Any) -> bool:
+    try:
+        weakref.ref(x)
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 @overload
@@ -311,6 +330,8 @@ def auto_shard(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     like: AutoSharded | None = None,
+    ragged: Ragged = "replicate",
+    quiet: bool = False,
 ) -> Callable[[Callable[..., Any]], AutoSharded]: ...
 def auto_shard(fn: Any = None, **options: Any) -> Any:
     """Spreads a step written for one device over all devices.
@@ -323,6 +344,9 @@ def auto_shard(fn: Any = None, **options: Any) -> Any:
       donate: give the old state's buffers to the new one (as `donate_argnums` of jit).
       static_argnums, static_argnames: arguments that are not arrays, as in jit.
       like: another `auto_shard`ed step whose state this one uses (an evaluation step).
+      ragged: what becomes of a later batch whose size can't be split as the first one's was: "replicate" computes it
+        whole on each device, with a warning; "refuse" raises `BatchError`.
+      quiet: no notices and no progress.
     """
     if fn is None:
         return lambda f: AutoSharded(f, **options)

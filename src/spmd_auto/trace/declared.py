@@ -29,10 +29,10 @@ def declared_of(tree: Any) -> list[Declared | None]:
     `nn.with_partitioning` and `nnx.with_partitioning` name mesh axes; `nn.with_logical_partitioning`, and nnx variables
     under rules, name logical axes, which the rules (of the box, or those in force) turn into mesh axes.
     """
-    boxes = jax.tree_util.tree_leaves(tree, is_leaf=_is_box)
+    boxes = jax.tree_util.tree_leaves(tree, is_leaf=is_box)
     out: list[Declared | None] = []
     for box in boxes:
-        if not _is_box(box):
+        if not is_box(box):
             out.append(None)
             continue
         leaves = jax.tree_util.tree_leaves(box)
@@ -40,7 +40,8 @@ def declared_of(tree: Any) -> list[Declared | None]:
     return out
 
 
-def _is_box(x: Any) -> bool:
+def is_box(x: Any) -> bool:
+    """Whether `x` holds an array together with metadata: a box of linen, an nnx variable."""
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
         return False
     return (hasattr(x, "unbox") and hasattr(x, "names")) or (hasattr(x, "get_metadata") and hasattr(x, "type"))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import enum
-import functools
 import hashlib
-import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,25 +14,11 @@ import numpy as np
 
 from spmd_auto import _compat
 from spmd_auto.errors import TraceError
+from spmd_auto.trace import objects, state
+from spmd_auto.trace.calls import Call, Results, static_arguments, take_apart, take_results_apart, title
 from spmd_auto.trace.declared import Declared, declared_of
-from spmd_auto.trace.reach import reaches, updates
-
-
-class Role(enum.Enum):
-    """What a leaf of the arguments is for.
-
-    PARAMETER  state that the results beside the state (loss, metrics) depend on;
-    OPTIMIZER  state that only the new state depends on (moments, running statistics);
-    COUNTER    state without dimensions;
-    BATCH      an argument that no result replaces;
-    KEY        a PRNG key.
-    """
-
-    PARAMETER = "parameter"
-    OPTIMIZER = "optimizer"
-    COUNTER = "counter"
-    BATCH = "batch"
-    KEY = "key"
+from spmd_auto.trace.state import Role
+from spmd_auto.trace.watch import Watched
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,10 +51,12 @@ class Program:
     Attributes:
       name: the function's name.
       jaxpr: closed jaxpr over flat arguments.
-      arguments, results: flat leaves in the order of `in_tree`, `out_tree`.
+      arguments, results: flat leaves in the order of `in_tree` and `out_tree`; behind them the results that are written
+        into the arguments' objects.
       replaces: for each result the index of the argument whose place it takes in the next call, or None.
-      in_tree: tree of `(args, kwargs)` without static arguments.
+      in_tree: tree of `(args, kwargs)` without static arguments (see `Call.tree`).
       fingerprint: digest of the jaxpr and all paths; equal in another process.
+      returned: how flat results become the user's.
       declared: for each argument leaf what the model's metadata says of its sharding.
     """
 
@@ -81,9 +66,14 @@ class Program:
     results: tuple[Leaf, ...]
     replaces: tuple[int | None, ...]
     in_tree: Any
-    out_tree: Any
     fingerprint: str
+    returned: Results
     declared: tuple[Declared | None, ...] = ()
+
+    @property
+    def out_tree(self) -> Any:
+        """Tree of what the function returns: objects as `nnx.State`, settings of modules as None."""
+        return self.returned.tree
 
     def find(self, path: str) -> Leaf:
         return next(leaf for leaf in self.arguments if leaf.path == path)
@@ -102,218 +92,6 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
-def _title(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    try:
-        signature = inspect.signature(fn)
-        names = [
-            p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        names = []
-    return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
-
-
-def _join(prefix: str, path: Sequence[Any]) -> str:
-    tail = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-    return "/".join(part for part in (prefix, tail) if part)
-
-
-def _flat_paths(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> list[tuple[str, Any]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    out = []
-    for path, leaf in leaves:
-        side, rest = path[0].idx, path[1:]
-        head = names[rest[0].idx] if side == 0 else str(rest[0].key)
-        out.append((_join(head, rest[1:]), leaf))
-    return out
-
-
-def static_arguments(
-    fn: Callable[..., Any], argnums: int | Sequence[int] = (), argnames: str | Sequence[str] = ()
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Static arguments by position and by name, as `jax.jit` reads them: one number or name alone, negative numbers,
-    and an argument named by the one and passed as the other.
-
-    Raises:
-      TraceError: a name or position that the function does not have.
-    """
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    names = [argnames] if isinstance(argnames, str) else list(argnames)
-    if not numbers and not names:
-        return (), ()
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return tuple(numbers), tuple(names)
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    kinds = {p.kind for p in parameters}
-    title = _title(fn)
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        for number in numbers:
-            if not -len(positional) <= number < len(positional):
-                raise TraceError(
-                    f"static_argnums has {number}, but {title} has {len(positional)} positional arguments",
-                    "",
-                    [f"one of {', '.join(map(str, range(len(positional))))}"],
-                )
-        numbers = [n % len(positional) for n in numbers]
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for name in names:
-            if name not in by_name:
-                near = difflib.get_close_matches(name, by_name, n=2, cutoff=0.3)
-                raise TraceError(
-                    f"static_argnames has {name!r}, but {title} has no such argument",
-                    f"its arguments are {', '.join(by_name)}",
-                    [f"did you mean {other!r}?" for other in near],
-                )
-    more_names = [positional[n] for n in numbers if n < len(positional) and positional[n] in by_name]
-    more_numbers = [positional.index(name) for name in names if name in positional]
-    return tuple(dict.fromkeys(numbers + more_numbers)), tuple(dict.fromkeys(names + more_names))
-
-
-def _match_state(
-    jaxpr: Any,
-    in_paths: list[str],
-    in_avals: list[Any],
-    out_paths: list[str],
-    out_avals: list[Any],
-    arguments: list[str],
-) -> list[int | None]:
-    """Which argument each result looks like: a result subtree with the paths, shapes and dtypes of a whole argument.
-
-    Tried for the result itself, its elements and theirs, in order, each argument at most once.
-    A bare array is never taken for state: a function of x often returns something of x's shape, and a
-    replaced argument is donated.
-    """
-    replaces: list[int | None] = [None] * len(out_paths)
-    groups: dict[str, list[int]] = {}
-    for i, path in enumerate(in_paths):
-        groups.setdefault(path.split("/")[0], []).append(i)
-
-    def signature(paths: list[str], avals: list[Any], prefix: str) -> list[tuple[str, Any, Any]]:
-        return [(p[len(prefix) :].lstrip("/"), a.shape, a.dtype) for p, a in zip(paths, avals, strict=True)]
-
-    candidates: list[tuple[str, list[int]]] = []
-    for depth in (0, 1, 2):
-        heads: dict[str, list[int]] = {}
-        for o, path in enumerate(out_paths):
-            heads.setdefault("/".join(path.split("/")[:depth]), []).append(o)
-        candidates += heads.items()
-    free = [name for name in arguments if name in groups]
-    for prefix, outs in candidates:
-        if any(replaces[o] is not None for o in outs):
-            continue
-        want = signature([out_paths[o] for o in outs], [out_avals[o] for o in outs], prefix)
-        alike = []
-        for name in free:
-            ins = groups[name]
-            if in_paths[ins[0]] == name:
-                continue
-            if signature([in_paths[i] for i in ins], [in_avals[i] for i in ins], name) == want and any(
-                in_avals[i].shape for i in ins
-            ):
-                alike.append(name)
-        if not alike:
-            continue
-        chosen = next((n for n in alike if len(alike) > 1 and _is_update(jaxpr, outs, groups[n])), alike[0])
-        for o, i in zip(outs, groups[chosen], strict=True):
-            replaces[o] = i
-        free.remove(chosen)
-    return replaces
-
-
-def _is_update(jaxpr: Any, outs: list[int], ins: list[int]) -> bool:
-    """Whether results are the next values of arguments: most arrays are elementwise updates of their own arguments.
-
-    The gradient of a tree of parameters looks like new parameters, and a teacher like its student; but the
-    caller still needs those.  Counters and keys may be made anew.
-    """
-    inner = _compat.open_jaxpr(jaxpr)
-    arrays = [
-        (o, i)
-        for o, i in zip(outs, ins, strict=True)
-        if inner.invars[i].aval.shape and not _compat.is_extended(inner.invars[i].aval.dtype)
-    ]
-    others = [o for o, i in arrays if i not in updates(jaxpr, o)]
-    # placeholders (adafactor's) come out as constants: they decide nothing; some optimizers keep the last gradient too
-    updated, anew = len(arrays) - len(others), sum(any(reaches(jaxpr, [o])) for o in others)
-    return updated > 0 and updated >= anew
-
-
-def _only_updates(jaxpr: Any, matched: list[int | None], paths: list[str]) -> list[int | None]:
-    """`matched` without the arguments whose results are no updates of them."""
-    arguments: dict[str, list[int]] = {}
-    for o, i in enumerate(matched):
-        if i is not None:
-            arguments.setdefault(paths[i].split("/")[0], []).append(o)
-    kept: set[int] = set()
-    for outs in arguments.values():
-        if _is_update(jaxpr, outs, [i for o in outs if (i := matched[o]) is not None]):
-            kept.update(outs)
-    return [i if o in kept else None for o, i in enumerate(matched)]
-
-
-def _roles(jaxpr: Any, paths: list[str], avals: list[Any], matched: list[int | None]) -> list[Role]:
-    """`matched`: for each result the argument that it looks like (a new state, or a gradient)."""
-    state = {i for i in matched if i is not None}
-    aux = [o for o, i in enumerate(matched) if i is None]
-    influences = reaches(jaxpr, aux) if state and aux else None
-    roles = []
-    for i, (path, aval) in enumerate(zip(paths, avals, strict=True)):
-        if _compat.is_extended(aval.dtype):
-            roles.append(Role.KEY)
-        elif i not in state:
-            parts = path.split("/")
-            looks_like_state = not state and (
-                "params" in parts or parts[0] in ("params", "variables", "state", "model")
-            )
-            roles.append(Role.PARAMETER if looks_like_state else Role.BATCH)
-        elif not aval.shape:
-            roles.append(Role.COUNTER)
-        elif influences is not None:
-            roles.append(Role.PARAMETER if influences[i] else Role.OPTIMIZER)
-        else:
-            optimizer = re.search(r"(^|/)(opt_state|optimizer|opt|mu|nu|trace)(/|$)", path)
-            roles.append(Role.OPTIMIZER if optimizer else Role.PARAMETER)
-    return roles
-
-
-class _Watched:
-    """A function that refuses to lose what it changes in its arguments: objects (nnx modules) changed in place.
-
-    JAX gives the function copies of its arguments, so that only what is returned lasts.
-    """
-
-    def __init__(self, fn: Callable[..., Any], names: frozenset[str]):
-        functools.update_wrapper(self, fn)
-        self.fn, self.names = fn, names
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = dict(zip(_argument_names(self.fn, len(args)), args, strict=True)) | kwargs
-        objects = {
-            name: x
-            for name, x in arguments.items()
-            if name in self.names and not isinstance(x, (dict, list, tuple)) and not jax.tree_util.all_leaves([x])
-        }
-        before = {name: jax.tree_util.tree_leaves(x) for name, x in objects.items()}
-        out = self.fn(*args, **kwargs)
-        returned = {id(x) for x in jax.tree_util.tree_leaves(out)}
-        for name, x in objects.items():
-            for (path, now), then in zip(jax.tree_util.tree_leaves_with_path(x), before[name], strict=False):
-                if now is not then and not isinstance(then, jax.ShapeDtypeStruct) and id(now) not in returned:
-                    raise TraceError(
-                        f"{_title(self.fn)} changes {_join(name, path)!r} in place and does not return it",
-                        "a step gets copies of its arguments: only what it returns lasts",
-                        [f"return {name} too, and go on with what the step returns"],
-                    )
-        return out
-
-
 def trace(
     fn: Callable[..., Any],
     *args: Any,
@@ -326,41 +104,28 @@ def trace(
     Raises:
       TraceError: `fn` fails under tracing (the original error is its cause).
     """
-    name = _title(fn)
     static_argnums, static_argnames = static_arguments(fn, static_argnums, static_argnames)
-    static = set(static_argnums)
-    dynamic_args = tuple(a for i, a in enumerate(args) if i not in static)
-    dynamic_kwargs = {k: v for k, v in kwargs.items() if k not in static_argnames}
-    names = [n for i, n in enumerate(_argument_names(fn, len(args))) if i not in static]
-    flat, in_tree = jax.tree_util.tree_flatten((dynamic_args, dynamic_kwargs))
-    paths = [path for path, _ in _flat_paths(dynamic_args, dynamic_kwargs, names)]
-    for path, leaf in zip(paths, flat, strict=True):
-        if not isinstance(
-            leaf, (jax.ShapeDtypeStruct, bool, int, float, complex, np.generic)
-        ) and not _compat.has_shape(leaf):
-            raise TraceError(
-                f"argument leaf {path!r} of {name} is a {type(leaf).__name__}, not an array",
-                "only arrays, numbers and ShapeDtypeStructs can be split over devices",
-                ["name it in static_argnames / static_argnums", "leave it out of the arguments"],
-            )
-        if _compat.is_mutable(leaf):
-            raise TraceError(
-                f"argument leaf {path!r} of {name} is a mutable array",
-                "a step is a function of arrays: what it writes into would have to be split alike before and after",
-                ["give it jax.freeze(ref) and return the new array", "make the mutable array inside of the step"],
-            )
-    abstract_flat = [abstract(x) for x in flat]
-    a_args, a_kwargs = jax.tree_util.tree_unflatten(in_tree, abstract_flat)
-    full_args = list(a_args)
-    for i in sorted(static):
-        if i < len(args):
-            full_args.insert(i, args[i])
-    static_kwargs = {k: v for k, v in kwargs.items() if k in static_argnames}
-    watched = _Watched(fn, frozenset(names) | frozenset(dynamic_kwargs))
+    with objects.references("flax.nnx" in sys.modules):
+        call = take_apart(fn, args, kwargs, static_argnums, static_argnames)
+        return _trace(fn, call)
+
+
+def _trace(fn: Callable[..., Any], call: Call) -> Program:
+    name, paths, held = title(fn), call.paths(), call.held()
+    for path, leaf in zip(paths, call.leaves, strict=True):
+        _check_leaf(name, path, leaf)
+    watched = Watched(fn, frozenset(call.names) | frozenset(call.arrays[1]))
+    made: list[Results] = []
+
+    def flat_step(*leaves: Any) -> list[Any]:
+        args, kwargs, found = call.put_together(leaves)
+        flat, results = take_results_apart(watched(*args, **kwargs), found, leaves, call, paths)
+        made.append(results)
+        return flat
+
+    flat_step.__name__ = flat_step.__qualname__ = name
     try:
-        traced = jax.jit(watched, static_argnums=static_argnums, static_argnames=static_argnames).trace(
-            *full_args, **a_kwargs, **static_kwargs
-        )
+        traced = jax.jit(flat_step).trace(*[abstract(x) for x in call.leaves])
     except TraceError:
         raise
     except Exception as error:
@@ -372,14 +137,18 @@ def trace(
                 "mark arguments that are not arrays as static",
             ],
         ) from error
-    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
-    out_paths = [_join("", path) for path, _ in out_leaves]
-    jaxpr = traced.jaxpr
+    returned = made[-1]
+    jaxpr, out_paths = traced.jaxpr, list(returned.paths)
     in_avals = [v.aval for v in _compat.open_jaxpr(jaxpr).invars]
     out_avals = [v.aval for v in _compat.open_jaxpr(jaxpr).outvars]
-    matched = _match_state(jaxpr, paths, in_avals, out_paths, out_avals, names + list(dynamic_kwargs))
-    replaces = _only_updates(jaxpr, matched, paths)
-    roles = _roles(jaxpr, paths, in_avals, matched)
+    in_place = {path.split("/")[0] for path, mark in zip(paths, call.in_objects(), strict=True) if mark}
+    names = [head for head in (*call.names, *call.arrays[1]) if head not in in_place]
+    matched = state.match(jaxpr, paths, in_avals, out_paths, out_avals, names)
+    replaces = state.only_updates(jaxpr, matched, paths)
+    for o, i in enumerate(returned.updates, len(out_paths) - len(returned.updates)):  # written in place
+        alike = i is not None and (in_avals[i].shape, in_avals[i].dtype) == (out_avals[o].shape, out_avals[o].dtype)
+        matched[o] = replaces[o] = i if alike else None
+    roles = state.roles(jaxpr, paths, in_avals, matched, held)
 
     def leaf(path: str, aval: Any, role: Role | None) -> Leaf:
         return Leaf(path, tuple(aval.shape), aval.dtype, _compat.itemsize(aval), role)
@@ -394,11 +163,27 @@ def trace(
         arguments,
         results,
         tuple(replaces),
-        in_tree,
-        out_tree,
+        call.tree,
         fingerprint(jaxpr, paths, out_paths),
-        tuple(declared_of((dynamic_args, dynamic_kwargs))),
+        returned,
+        tuple(declared_of(call.arrays)),
     )
+
+
+def _check_leaf(name: str, path: str, leaf: Any) -> None:
+    numbers = (jax.ShapeDtypeStruct, bool, int, float, complex, np.generic)
+    if not isinstance(leaf, numbers) and not _compat.has_shape(leaf):
+        raise TraceError(
+            f"argument leaf {path!r} of {name} is a {type(leaf).__name__}, not an array",
+            "only arrays, numbers and ShapeDtypeStructs can be split over devices",
+            ["name it in static_argnames / static_argnums", "leave it out of the arguments"],
+        )
+    if _compat.is_mutable(leaf):
+        raise TraceError(
+            f"argument leaf {path!r} of {name} is a mutable array",
+            "a step is a function of arrays: what it writes into would have to be split alike before and after",
+            ["give it jax.freeze(ref) and return the new array", "make the mutable array inside of the step"],
+        )
 
 
 def fingerprint(jaxpr: Any, in_paths: Sequence[str], out_paths: Sequence[str]) -> str:
