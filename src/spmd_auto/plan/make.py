@@ -193,7 +193,7 @@ def price_strategy(
     if not isinstance(assignment, Assignment):
         splits = [(axis, to) for axis, tos in assignment.items() for to in ([tos] if isinstance(tos, str) else tos)]
         for axis, to in splits:
-            _check_axis(analysis, logical, axis, to)
+            check_axis(analysis, logical, axis, to)
         assignment = strategies.build(analysis, logical, splits, zero_stage=zero, zero_axes=zero_axes)
     pricer = Pricer(analysis, logical, budget_for(logical, memory), _specs(pinned))
     priced = pricer.price(assignment)
@@ -201,7 +201,13 @@ def price_strategy(
     return Plan(pricer, priced, SearchRecord(states=1), devices_of(mesh), pinned)
 
 
-def _check_axis(analysis: Analysis, mesh: LogicalMesh, axis: str, to: str) -> None:
+def check_axis(analysis: Analysis, mesh: LogicalMesh, axis: str, to: str) -> None:
+    """Whether a logical axis (or a glob) can be split over a mesh axis at all.
+
+    Raises:
+      StrategyError: an axis that the program or the mesh does not have.
+      BatchError: the mesh axis divides it on no value.
+    """
     groups = strategies.resolve_axes(analysis, axis)
     n = mesh.sizes[strategies.resolve_mesh_axis(mesh, to)]
     sizes = [analysis.axes.size[group] for group in groups]

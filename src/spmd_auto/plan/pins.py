@@ -56,9 +56,9 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> Pinned:
     arguments = [leaf.path for leaf in program.arguments]
     results = [_RESULT + leaf.path for leaf in program.results]
     for glob, wanted in pins.items():
-        hits = [("argument", i, program.arguments[i]) for i in _matches(arguments, glob)]
+        hits = [("argument", i, program.arguments[i]) for i in matches(arguments, glob)]
         if glob.startswith(_RESULT) or not hits:
-            hits += [("result", i, program.results[i]) for i in _matches(results, glob)]
+            hits += [("result", i, program.results[i]) for i in matches(results, glob)]
         if not hits:
             near = difflib.get_close_matches(glob, arguments, n=3, cutoff=0.3) or arguments[:3]
             raise PinError(
@@ -173,7 +173,8 @@ def _show(mesh: LogicalMesh, spec: PinnedSpec) -> str:
     return str(mesh.partition_spec(tuple(axes or () for axes in spec)))
 
 
-def _matches(paths: Sequence[str], glob: str) -> list[int]:
+def matches(paths: Sequence[str], glob: str) -> list[int]:
+    """Indices of the paths that a pin's glob means: one whole path, else those it matches, whole or by their ends."""
     if glob in paths:
         return [paths.index(glob)]
     return [

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -18,6 +18,10 @@ from spmd_auto.mesh.logical import LogicalMesh
 from spmd_auto.plan.pins import Pinned
 from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.trace import Leaf, Program
+
+if TYPE_CHECKING:
+    from spmd_auto.plan.compare import PlanComparison
+    from spmd_auto.plan.why_not import WhyNot
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,6 +147,22 @@ class Plan:
         from spmd_auto.plan.explain import explain_leaf, explain_plan
 
         return explain_plan(self) if path is None else explain_leaf(self, path)
+
+    def compare(self, other: Plan) -> PlanComparison:
+        """This plan (first) and another of the same program (second), term by term; see `PlanComparison`."""
+        from spmd_auto.plan.compare import compare_plans
+
+        return compare_plans(self, other)
+
+    def why_not(self, what: str, instead: Any) -> WhyNot:
+        """What it would cost to do one thing otherwise, or why it can't be.
+
+        `plan.why_not("params/*/kernel", P("model"))` or `plan.why_not("heads", "model")`; see
+        `spmd_auto.plan.why_not.why_not`.
+        """
+        from spmd_auto.plan.why_not import why_not
+
+        return why_not(self, what, instead)
 
     def __repr__(self) -> str:
         splits = ", ".join(f"{axis}->{'+'.join(to)}" for axis, to in self.axis_splits().items()) or "nothing split"
