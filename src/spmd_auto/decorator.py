@@ -232,6 +232,8 @@ class AutoSharded:
             if traced:  # inside of jit: a part of the outer program, with the plan's constraints
                 return entry.plan.program.returned.put_back(lowered.jitted(*call.leaves), call.leaves)
             placed = self._place(call, entry.plan, lowered)
+            if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+                return entry.plan.program.returned.put_back(lowered.jitted(*placed), placed)  # JAX itself then looks
             with self._lock:
                 compiled = lowered.compile()
             return entry.plan.program.returned.put_back(compiled(*placed), placed)

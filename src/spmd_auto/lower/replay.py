@@ -41,6 +41,8 @@ class Replay:
         return NamedSharding(self.mesh, self.logical.partition_spec(spec))
 
     def constrain(self, x: Any, spec: Spec) -> Any:
+        if self.mesh.size == 1:
+            return x
         scope = self._scopes[-1]
         found = scope.get((id(x), spec))
         if found is not None:

@@ -148,6 +148,12 @@ class Plan:
 
         return explain_plan(self) if path is None else explain_leaf(self, path)
 
+    def to_code(self, module: str = "plan") -> str:
+        """The text of a module of plain JAX that runs the step as planned; see `spmd_auto.plan.code.plan_to_code`."""
+        from spmd_auto.plan.code import plan_to_code
+
+        return plan_to_code(self, module)
+
     def compare(self, other: Plan) -> PlanComparison:
         """This plan (first) and another of the same program (second), term by term; see `PlanComparison`."""
         from spmd_auto.plan.compare import compare_plans
