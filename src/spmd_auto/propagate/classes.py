@@ -79,7 +79,7 @@ def find_classes(graph: Graph, axes: Axes, regions: Regions, forms: ParameterFor
     op_ids: dict[tuple[object, ...], int] = {}
     ops: list[OpClass] = []
     of_op: list[int | None] = []
-    used = _used_values(graph)
+    used = used_values(graph)
     for op in graph.ops:
         if not any(v.id in used for v in op.results):
             of_op.append(None)
@@ -98,7 +98,7 @@ def find_classes(graph: Graph, axes: Axes, regions: Regions, forms: ParameterFor
     return Classes(list(value_ids), of_value, ops, of_op)
 
 
-def _used_values(graph: Graph) -> set[int]:
+def used_values(graph: Graph) -> set[int]:
     """Values that a result depends on; XLA drops the rest (the loss of a step that returns only its gradients)."""
     used = {v.id for v in (*graph.results, *graph.roots)}
     while True:

@@ -10,11 +10,13 @@ from typing import Any
 from spmd_auto import _compat
 from spmd_auto.trace.reach import reaches, updates
 
+_PARAMETERS = re.compile(r"(^|_)(params?|parameters|variables|frozen|model)(_|$)")
+
 
 class Role(enum.Enum):
     """What a leaf of the arguments is for.
 
-    PARAMETER  state that the results beside the state (loss, metrics) depend on;
+    PARAMETER  state that the results beside the state (loss, metrics) depend on, replaced or frozen;
     OPTIMIZER  state that only the new state depends on (moments, running statistics);
     COUNTER    state without dimensions;
     BATCH      an argument that no result replaces;
@@ -128,8 +130,8 @@ def roles(
             found.append(Role.KEY)
         elif i not in state:
             parts = path.split("/")
-            # without a result that replaces it only its name tells: frozen parameters, or those of an evaluation
-            named = "params" in parts or (not state and parts[0] in ("variables", "state", "model"))
+            # where no result replaces it only its name tells: frozen parameters, or those of an evaluation
+            named = "params" in parts or _PARAMETERS.search(parts[0]) or (not state and parts[0] == "state")
             if held[i]:
                 found.append(Role.PARAMETER if aval.shape else Role.COUNTER)
             else:
