@@ -7,6 +7,7 @@ from spmd_auto.mesh.simulate import simulate_devices
 from spmd_auto.plan import Plan, estimate_devices, plan, price
 from spmd_auto.propagate.rules import register_rule
 from spmd_auto.search import SearchOptions
+from spmd_auto.tools.info import parallel_info
 from spmd_auto.tools.run_op import run_op
 from spmd_auto.verify.check import Verification, verify
 
@@ -19,6 +20,7 @@ __all__ = [
     "cluster",
     "errors",
     "estimate_devices",
+    "parallel_info",
     "plan",
     "price",
     "register_rule",

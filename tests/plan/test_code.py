@@ -13,14 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import nnx
 from jax import P
 
 import spmd_auto
+from spmd_auto.errors import LoweringError
 from spmd_auto.trace import trace
 from tests.known_answers.toy import toy_mesh
 from tests.models import gpt
 from tests.strategies import priced
-from tests.test_errors import batch, state, step
+from tests.test_errors import batch, refused, state, step
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 1, "width": 16, "heads": 4, "vocab": 32, "batch": 8, "sequence": 8, "remat": False, "scan": False}
@@ -165,3 +168,30 @@ def test_another_step_is_refused_by_the_leaf_that_differs():
         code["shard"](lambda state, batch: step(state, batch)[:1], state(), batch())
     with pytest.raises(ValueError, match="for 8 devices, 4 are there"):
         code["make_mesh"](jax.devices()[:4])
+
+
+def test_leaves_in_boxes_of_flax():
+    def scaled(params):
+        return jax.tree.map(lambda x: x * 2, params)
+
+    boxed = {"w": nn.Partitioned(jax.ShapeDtypeStruct((8, 4), jnp.float32), ("a", None))}
+    code = module(spmd_auto.plan(scaled, boxed, mesh=toy_mesh(8)))
+    params = code["place"](scaled, real(boxed))
+    assert params["w"].value.sharding.spec == P("a")
+    want = 2 * np.asarray(params["w"].value)
+    np.testing.assert_array_equal(code["shard"](scaled, params)(params)["w"].value, want)
+
+
+def test_what_plain_jax_can_not_take():
+    def train(model):
+        model.scale[...] = model.scale[...] * 2
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(8))
+
+    with refused(LoweringError, what="train works on objects", why="arrays only", fixes="nnx.split"):
+        spmd_auto.plan(train, Model(), mesh=toy_mesh(8)).to_code()
+    code = module(hand())
+    with pytest.raises(ValueError, match="argument 'batch/x' is a str, no array"):
+        code["shard"](step, state(), {"x": "text"})

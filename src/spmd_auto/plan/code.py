@@ -10,10 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from spmd_auto.errors import LoweringError
 from spmd_auto.mesh.logical import Spec
 from spmd_auto.plan.plan import Plan
 from spmd_auto.propagate.graph import Op
 from spmd_auto.trace import Leaf
+from spmd_auto.trace.calls import join
 
 _MODULE = '''\
 """How {name} is split over {count} devices: {mesh}.
@@ -103,6 +105,10 @@ def _with_specs(side, table, tree, mesh):
             path = path[2:]
         tail = jax.tree_util.keystr(path, simple=True, separator="/")
         paths.append("/".join(part for part in (head, tail) if part))
+    for path, (_, leaf) in zip(paths, leaves):
+        if not hasattr(leaf, "shape") and not isinstance(leaf, (bool, int, float, complex)):
+            kind = type(leaf).__name__
+            raise ValueError(f"{{side}} {{path!r}} is a {{kind}}, no array: bind it with functools.partial")
     wanted = [path for path, _ in table]
     if paths != wanted:
         here, there = set(paths), set(wanted)
@@ -122,14 +128,25 @@ def plan_to_code(plan: Plan, module: str = "plan") -> str:
     Args:
       plan: any plan; static arguments of its step have to be bound by `functools.partial`.
       module: the name that the usage in its docstring imports.
+
+    Raises:
+      LoweringError: a step that changes objects in place, or returns objects: plain `jax.jit` takes no such step.
     """
     program, mesh, placements = plan.program, plan.mesh, plan.placements
+    if program.returned.has_objects or len(program.results) > program.out_tree.num_leaves:
+        raise LoweringError(
+            f"{program.name} works on objects: there is no plain JAX for it",
+            "jax.jit takes and returns arrays only",
+            ["a step of arrays: nnx.split before it, nnx.merge in it", "plan.save keeps the plan for this package"],
+        )
     outs = [
         placements.arguments[i] if i is not None else spec
         for i, spec in zip(program.replaces, placements.results, strict=True)
     ]
-    args, kwargs = jax.tree_util.tree_unflatten(program.in_tree, [leaf.path for leaf in program.arguments])
+    tree = jax.tree_util.tree_unflatten(program.in_tree, [leaf.path for leaf in program.arguments])
+    args, kwargs = tree
     names = [_head(arg, i) for i, arg in enumerate(args)]
+    out = jax.tree_util.tree_unflatten(program.out_tree, [leaf.path for leaf in program.results])
     call = ", ".join([*names, *(f"{key}={key}" for key in kwargs)])
     donated = tuple(sorted(i for i in program.replaces if i is not None))
     heads = sorted({program.arguments[i].path.split("/")[0] for i in donated})
@@ -151,19 +168,30 @@ def plan_to_code(plan: Plan, module: str = "plan") -> str:
         axes=repr(dict(zip(mesh.names, mesh.sizes, strict=True))),
         devices=f"DEVICE_IDS = {ids}  # in the order of the mesh that the plan was made for\n" if reordered else "",
         ordered="    devices = sorted(devices, key=lambda d: DEVICE_IDS.index(d.id))\n" if reordered else "",
-        arguments=_table(plan, program.arguments, placements.arguments),
-        results=_table(plan, program.results, outs),
+        arguments=_table(plan, _paths(tree, names), program.arguments, placements.arguments),
+        results=_table(plan, _paths(out, None), program.results, outs),
         donated=repr(donated),
         constraints="\n".join(f"# {line}" for line in _constraints(plan)) + "\n",
     )
 
 
-def _table(plan: Plan, leaves: Sequence[Leaf], specs: Sequence[Spec]) -> str:
+def _paths(tree: Any, names: Sequence[str] | None) -> list[str]:
+    """Paths of a tree's leaves as the module finds them: a leaf in a box of flax has a longer one than `Leaf.path`."""
+    paths = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if names is None:
+            paths.append(join("", path))
+        else:
+            paths.append(join(str(names[path[1].idx] if path[0].idx == 0 else path[1].key), path[2:]))
+    return paths
+
+
+def _table(plan: Plan, paths: Sequence[str], leaves: Sequence[Leaf], specs: Sequence[Spec]) -> str:
     if not leaves:
         return "()"
     rows = []
-    for leaf, spec in zip(leaves, specs, strict=True):
-        rows.append(f"    ({leaf.path!r}, {_spec(plan.mesh.partition_spec(spec))}),  # {leaf.dtype}{list(leaf.shape)}")
+    for path, leaf, spec in zip(paths, leaves, specs, strict=True):
+        rows.append(f"    ({path!r}, {_spec(plan.mesh.partition_spec(spec))}),  # {leaf.dtype}{list(leaf.shape)}")
     return "(\n" + "\n".join(rows) + "\n)"
 
 

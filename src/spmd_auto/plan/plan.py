@@ -22,6 +22,7 @@ from spmd_auto.trace import Leaf, Program
 if TYPE_CHECKING:
     from spmd_auto.plan.compare import PlanComparison
     from spmd_auto.plan.why_not import WhyNot
+    from spmd_auto.tools.info import ParallelInfo
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,6 +148,12 @@ class Plan:
         from spmd_auto.plan.explain import explain_leaf, explain_plan
 
         return explain_plan(self) if path is None else explain_leaf(self, path)
+
+    def parallel_info(self, what: str) -> ParallelInfo:
+        """What the plan does at a leaf, an operation or a line of code; see `spmd_auto.parallel_info`."""
+        from spmd_auto.tools.info import parallel_info
+
+        return parallel_info(self, what)
 
     def to_code(self, module: str = "plan") -> str:
         """The text of a module of plain JAX that runs the step as planned; see `spmd_auto.plan.code.plan_to_code`."""
