@@ -7,6 +7,7 @@ from spmd_auto.mesh.simulate import simulate_devices
 from spmd_auto.plan import Plan, estimate_devices, plan, price
 from spmd_auto.propagate.rules import register_rule
 from spmd_auto.search import SearchOptions
+from spmd_auto.tools.checks import check_cluster, check_gradients
 from spmd_auto.tools.info import parallel_info
 from spmd_auto.tools.run_op import run_op
 from spmd_auto.verify.check import Verification, verify
@@ -17,6 +18,8 @@ __all__ = [
     "SearchOptions",
     "Verification",
     "auto_shard",
+    "check_cluster",
+    "check_gradients",
     "cluster",
     "errors",
     "estimate_devices",
