@@ -177,6 +177,12 @@ class Plan:
 
         return why_not(self, what, instead)
 
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        from spmd_auto.plan.html import plan_to_html
+
+        return plan_to_html(self)
+
     def __repr__(self) -> str:
         splits = ", ".join(f"{axis}->{'+'.join(to)}" for axis, to in self.axis_splits().items()) or "nothing split"
         zero = "".join(f", {form} over {'+'.join(axes)}" for form, axes in self.zero_axes().items())
