@@ -115,8 +115,12 @@ def test_the_text_names_what_it_is_and_what_the_step_does_inside():
     assert "import spmd_auto" not in text
     assert "('state/params/up/kernel', P(None, ('b', 'a'))),  # float32[16, 24]" in text
     inside = re.findall(r"# at test_errors\.py:\d+: with_sharding_constraint\((.*)\)", text)
-    assert "state/params/down/kernel, P('b')" in inside
-    assert "result of dot_general [8, 24], P('a', 'b')" in inside
+    assert inside == [  # of the forward pass
+        "batch/x, P()",
+        "result of dot_general [8, 24], P('a', 'b')",
+        "state/params/down/kernel, P('b')",
+        "result of dot_general [8, 16], P('a')",
+    ]
     assert str(ROOT) not in text
     nothing = spmd_auto.price(step, state(), batch(), mesh=toy_mesh(2, 4), assignment={}).to_code()
     assert "splits nothing that does not follow" in nothing

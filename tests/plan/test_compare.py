@@ -10,7 +10,9 @@ from jax import P
 import spmd_auto
 from spmd_auto.errors import PinError, StrategyError
 from spmd_auto.plan import price_strategy
+from spmd_auto.plan import why_not as module
 from spmd_auto.search import SearchOptions
+from spmd_auto.search.refine import refine
 from spmd_auto.trace import trace
 from tests.known_answers.toy import toy_mesh
 from tests.test_errors import FAST, batch, refused, state, step
@@ -53,15 +55,15 @@ def test_specs_that_differ_stand_by_bytes():
     def f(w):
         return {k: v * 2 for k, v in w.items()}, sum(v.sum() for v in w.values())
 
-    sizes = {"small": (8,), "large": (8, 64), "same": (128, 128), "middle": (8, 4)}
+    sizes = {"a small one": (8,), "large": (8, 64), "same": (128, 128), "middle": (8, 4)}
     program = trace(f, {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in sizes.items()})
     one = price_strategy(program, MESH, {}, pins={"w/same": P("a")})
     two = price_strategy(program, MESH, {}, pins={"*": P("a")})
     changes = one.compare(two).specs
-    assert [(c.path, c.bytes) for c in changes] == [("w/large", 2048), ("w/middle", 128), ("w/small", 32)]
+    assert [(c.path, c.bytes) for c in changes] == [("w/large", 2048), ("w/middle", 128), ("w/a small one", 32)]
     assert {(c.first, c.second) for c in changes} == {(P(), P("a"))}
     text = str(one.compare(two))
-    assert text.index("w/large") < text.index("w/small")
+    assert text.index("w/large") < text.index("w/a small one")
     assert "w/same" not in text
     assert "all arguments lie alike" in str(one.compare(one))
 
@@ -125,13 +127,31 @@ def test_another_mesh_axis_is_priced_first_and_last(data):
     assert "slower" in whole.reason
 
 
+@pytest.mark.parametrize("first", ["batch", "mlp"])
+def test_the_better_rank_is_taken(first):
+    """Which of two contenders is better depends on which is larger; the answer never depends on who asks first."""
+    other = "mlp" if first == "batch" else "batch"
+    for rows, width in ((8, 512), (512, 8)):
+        program = trace(step, state(width, 64), batch(rows, width))
+        alone = price_strategy(program, MESH, {first: "b"})
+        both = [price_strategy(program, MESH, dict.fromkeys(o, "b")) for o in ((first, other), (other, first))]
+        assert both[0].seconds != pytest.approx(both[1].seconds)
+        assert alone.why_not(other, "b").plan.seconds == pytest.approx(min(plan.seconds for plan in both))
+
+
 def test_what_the_plan_does_already(data):
     assert "does that already" in data.why_not("batch", "a").reason
     assert "does that already" in data.why_not("batch/x", P("a")).reason
 
 
-def test_a_plan_that_was_found_is_compared_refined():
+def test_a_plan_that_was_found_is_compared_refined(data, monkeypatch):
+    refined = []
+    monkeypatch.setattr(module, "refine", lambda pricer, priced: refined.append(priced) or refine(pricer, priced))
     plan = spmd_auto.plan(step, state(), batch(), mesh=MESH)
+    data.why_not("mlp", "b")
+    assert refined == []  # nor is a strategy given by hand
+    plan.why_not("mlp", "b")
+    assert refined
     for axis in ("mlp", "batch", "features"):
         for to in ("a", "b", None):
             answer = plan.why_not(axis, to)

@@ -68,6 +68,38 @@ def test_forms_and_stage_of_a_parameter(stage):
     assert sum(c.bytes for c in leaf.collectives) == pytest.approx(plan.report.bytes_moved, rel=0.02)  # but the loss
 
 
+def test_a_split_that_the_assignment_gives_anyway_is_no_zero():
+    plan = hand({"mlp": ("a", "b")}, zero=3, zero_axes=("a", "b"))
+    assert [leaf.zero for leaf in plan.parallel_info("*/kernel").leaves] == [0, 0]
+    assert hand({"mlp": "b"}, zero=3, zero_axes=("a", "b")).parallel_info("up/kernel").leaves[0].zero == 3
+
+
+def tied(w, x, y):
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2) + jnp.mean((y @ w) ** 2))(w["k"])
+    return {"k": w["k"] - grad}, loss
+
+
+def test_a_gradient_of_two_uses_is_reduced_once():
+    data = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    weight = {"k": jax.ShapeDtypeStruct((16, 24), jnp.float32)}
+    info = hand({"batch": ("a", "b")}, tied, (weight, data, data)).parallel_info("w/k")
+    assert [(c.kind, c.bytes) for c in info.leaves[0].collectives] == [("all-reduce", all_reduce(8, KERNEL))]
+
+
+def scan_step(params, x):
+    loss, grad = jax.value_and_grad(lambda p: jnp.mean(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0] ** 2))(
+        params["w"]
+    )
+    return {"w": params["w"] - grad}, loss
+
+
+def test_layers_of_a_loop_count_as_often_as_they_run():
+    args = {"w": jax.ShapeDtypeStruct((3, 16, 16), jnp.float32)}, jax.ShapeDtypeStruct((512, 16), jnp.float32)
+    leaf = hand({"batch": ("a", "b")}, scan_step, args).parallel_info("params/w").leaves[0]
+    moved = [(c.kind, c.times, c.bytes) for c in leaf.collectives]
+    assert moved == [("all-reduce", 3, 3 * all_reduce(8, 16 * 16 * 4))]
+
+
 def test_what_is_moved_for_all_leaves_and_operations_is_the_report():
     for assignment, options in (({"batch": "a", "mlp": "b"}, {}), ({"mlp": ("a", "b")}, {})):
         plan = hand(assignment, **options)
