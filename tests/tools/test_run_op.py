@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,33 @@ def test_an_operation_that_returns_what_it_gets_keeps_its_operands(mesh):
         )
     assert done.operands[0].spec == P("data")
     assert done.results[0].spec == P(None, "model")
+
+
+def test_a_reshard_is_an_operation_too(mesh):
+    done = spmd_auto.run_op(lambda x: x, X, mesh=mesh, in_specs=(P("model"),), out_specs=P(None, "model"))
+    assert (done.operands[0].local, done.results[0].local) == ((2, 16), (8, 4))
+    assert done.collectives == {("all-to-all", ("model",)): 8 * 16 * 4 / 4 * 3 / 4}
+    twice = spmd_auto.run_op(lambda x: [y := x * 2, y], X, mesh=mesh, in_specs=P("data"), out_specs=[P("data"), P()])
+    assert [a.local for a in twice.results] == [(4, 16), (8, 16)]
+    bound = spmd_auto.run_op(functools.partial(jnp.sum, axis=1), X, mesh=mesh, in_specs=((2, 1),))
+    assert (bound.plan.program.name, bound.results[0].local) == ("partial", (4,))
+    np.testing.assert_array_equal(twice.outputs[1], 2 * X)
+
+
+@pytest.mark.parametrize(
+    ("fn", "local"),
+    [
+        (jax.nn.softmax, (4, 4)),
+        (jnp.transpose, (4, 4)),
+        (lambda x: x.reshape(8, 4, 4), (4, 1, 4)),
+        (lambda x: jnp.argmax(x, 1), (4,)),
+        (lambda x: jnp.sort(x, axis=1), (4, 16)),
+    ],
+)
+def test_operations_of_other_kinds(mesh, fn, local):
+    done = spmd_auto.run_op(fn, X, mesh=mesh, in_specs=((2, 4),))
+    assert done.equal
+    assert done.results[0].local == local
 
 
 def test_abstract_arguments_run_nothing(mesh):
