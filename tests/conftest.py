@@ -5,6 +5,7 @@ Everything here has to happen before JAX looks for devices.
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -34,9 +35,12 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def _no_leaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """Tests neither see the user's cache nor leave global JAX settings behind."""
-    monkeypatch.setenv("SPMD_AUTO_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+def _no_leaks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    """Tests see neither the user's cache nor each other's, and leave no global JAX settings behind."""
+    own = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    monkeypatch.setenv("SPMD_AUTO_CACHE", str(tmp_path_factory.getbasetemp() / "cache" / own))
     x64 = jax.config.read("jax_enable_x64")
     yield
     assert jax.config.read("jax_enable_x64") == x64, "a test left jax_enable_x64 changed"

@@ -58,6 +58,7 @@ class AutoSharded:
         static_argnames: str | Sequence[str] = (),
         like: AutoSharded | None = None,
         ragged: Ragged = "replicate",
+        cache: bool = True,
         quiet: bool = False,
     ):
         functools.update_wrapper(self, fn)
@@ -73,7 +74,7 @@ class AutoSharded:
         self._donate = donate
         self._static = (static_argnums, static_argnames)
         self._static_argnums, self._static_argnames = static_arguments(fn, static_argnums, static_argnames)
-        self._like, self._ragged, self._quiet = like, ragged, quiet
+        self._like, self._ragged, self._cache, self._quiet = like, ragged, cache, quiet
         self._entries: dict[Any, _Entry] = {}
         self._jax_meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
         self._moved = False
@@ -109,6 +110,7 @@ class AutoSharded:
             static_argnames=names,
             like=self._like,
             ragged=self._ragged,
+            cache=self._cache,
             quiet=self._quiet,
         )
 
@@ -154,7 +156,15 @@ class AutoSharded:
             mesh = first.mesh
             pins = frozen_pins(first, program) | pins  # the user's own pins come last: they win
         with report.progress(self.__name__, self._quiet) as progress:
-            plan = find_plan(program, mesh, pins=pins, memory=self._memory, search=self._search, progress=progress)
+            plan = find_plan(
+                program,
+                mesh,
+                pins=pins,
+                memory=self._memory,
+                search=self._search,
+                progress=progress,
+                cache=self._cache,
+            )
         if not self._quiet:
             report.found(plan)
         if self._entries:
@@ -333,6 +343,7 @@ def auto_shard(
     static_argnames: str | Sequence[str] = (),
     like: AutoSharded | None = None,
     ragged: Ragged = "replicate",
+    cache: bool = True,
     quiet: bool = False,
 ) -> Callable[[Callable[..., Any]], AutoSharded]: ...
 def auto_shard(fn: Any = None, **options: Any) -> Any:
@@ -348,6 +359,8 @@ def auto_shard(fn: Any = None, **options: Any) -> Any:
       like: another `auto_shard`ed step whose state this one uses (an evaluation step).
       ragged: what becomes of a later batch whose size can't be split as the first one's was: "replicate" computes it
         whole on each device, with a warning; "refuse" raises `BatchError`.
+      cache: keep the plan on disk, and take one that an earlier run kept for the same program instead of searching (in
+        `$SPMD_AUTO_CACHE`, or `~/.cache/spmd_auto`; `SPMD_AUTO_PLAN_CACHE=off` turns it off for all steps).
       quiet: no notices and no progress.
     """
     if fn is None:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from spmd_auto.verify import Collective, MemoryUse, ProgramSummary, SummaryCache, cache
+from spmd_auto import store as places
+from spmd_auto.verify import Collective, MemoryUse, ProgramSummary, SummaryCache
 
 SUMMARY = ProgramSummary(
     axis_names=("data", "model"),
@@ -72,4 +73,4 @@ def test_default_directory(monkeypatch, tmp_path):
     assert SummaryCache().directory == tmp_path
     monkeypatch.delenv("SPMD_AUTO_CACHE")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert str(cache.default_directory()) == "/home/someone/.cache/spmd_auto"
+    assert str(places.default_directory()) == "/home/someone/.cache/spmd_auto"

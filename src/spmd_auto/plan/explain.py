@@ -13,7 +13,7 @@ from rich.table import Table
 
 from spmd_auto.cost.report import make_report
 from spmd_auto.errors import StrategyError
-from spmd_auto.plan.plan import Plan
+from spmd_auto.plan.plan import ORIGINS, Plan
 from spmd_auto.propagate.assignment import Assignment
 from spmd_auto.search.refine import refine
 from spmd_auto.tools.notation import spec_to_counts
@@ -176,6 +176,8 @@ def explain_parts(plan: Plan) -> tuple[Any, ...]:
     record = plan.search
     how = f"{record.states} states on {record.meshes} meshes in {record.seconds:.2f} s"
     notes.append(f"found by search: {how}" if record.states > 1 else "a strategy given by hand")
+    if record.origin:
+        notes.append(f"not searched again: {ORIGINS[record.origin]}")
     if record.stopped:
         notes.append(f"the search was stopped by its {record.stopped}: the best plan so far")
     whole = whole_leaves(plan)

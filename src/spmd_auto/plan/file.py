@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import jax
 from spmd_auto.cost.pricer import Pricer
 from spmd_auto.errors import PlanFileError
 from spmd_auto.mesh import Chip, Link, LogicalMesh
-from spmd_auto.plan.make import analyse_for
-from spmd_auto.plan.pins import resolve_pins
+from spmd_auto.plan.make import analyse_for, budget_for
+from spmd_auto.plan.pins import Pins, resolve_pins
 from spmd_auto.plan.plan import Plan, SearchRecord
 from spmd_auto.propagate.assignment import Assignment
 from spmd_auto.propagate.forms import Form
@@ -64,11 +65,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "bytes_moved": report.bytes_moved,
             "memory": dataclasses.asdict(report.memory),
         },
-        "search": dataclasses.asdict(plan.search),
+        "search": {k: v for k, v in dataclasses.asdict(plan.search).items() if k != "origin"},
     }
 
 
-def _pins_to_json(plan: Plan) -> dict[str, list[list[str]]]:
+def _pins_to_json(plan: Plan) -> dict[str, list[list[str] | None]]:
     """Pins by path. Those inside the step are part of the program, and are found in it again."""
     program, out = plan.program, {}
     for (side, where), pin in plan.pinned.items():
@@ -79,8 +80,8 @@ def _pins_to_json(plan: Plan) -> dict[str, list[list[str]]]:
     return out
 
 
-def _spec_to_json(mesh: LogicalMesh, spec: Any) -> list[list[str]]:
-    return [[mesh.names[a] for a in axes] for axes in spec]
+def _spec_to_json(mesh: LogicalMesh, spec: Any) -> list[list[str] | None]:
+    return [None if axes is None else [mesh.names[a] for a in axes] for axes in spec]  # None: left free by a pin
 
 
 def save_plan(plan: Plan, path: str) -> None:
@@ -106,14 +107,40 @@ def load_plan(path: str, step: Any, *args: Any, **kwargs: Any) -> Plan:
         raise PlanFileError(f"{path} can't be read as a plan: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanFileError(f"{path} is not a plan of spmd_auto", "its `format` field is missing or another one")
+    return plan_from_json(data, step if isinstance(step, Program) else trace(step, *args, **kwargs), path)
+
+
+def plan_from_json(
+    data: dict[str, Any],
+    program: Program,
+    path: str,
+    *,
+    pins: Pins | None = None,
+    memory: float | None = float("inf"),
+    devices: Sequence[Any] | None = None,
+    origin: str = "",
+) -> Plan:
+    """Applies what `plan_to_json` gave to a program.
+
+    Args:
+      path: what messages call the plan.
+      pins: what the user pinned, in the user's words (default: the leaves' specs that the plan itself has).
+      memory: bytes per device that the plan may need, as for `make_plan`; it is not refused for needing more.
+      devices: of the jax Mesh that the user gave, in its order.
+      origin: one of `ORIGINS`.
+
+    Raises:
+      PlanFileError: see `load_plan`.
+    """
     if data.get("version") != VERSION:
         raise PlanFileError(
             f"{path} has version {data.get('version')}", f"this package reads version {VERSION}", ["plan again"]
         )
-    program = step if isinstance(step, Program) else trace(step, *args, **kwargs)
     try:
         _check_program(path, data, program)
-        plan = _apply(data, program)
+        plan = _apply(data, program, pins, memory)
+        plan.search = dataclasses.replace(plan.search, origin=origin)
+        plan.devices = devices
         _check_outcome(path, data, plan)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
         raise PlanFileError(
@@ -158,13 +185,19 @@ def _check_program(path: str, data: dict[str, Any], program: Program) -> None:
         )
 
 
-def _apply(data: dict[str, Any], program: Program) -> Plan:
+def _pin_from_json(spec: list[list[str] | None]) -> jax.sharding.PartitionSpec:
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    return jax.sharding.PartitionSpec(*[free if axes is None else tuple(axes) or None for axes in spec])
+
+
+def _apply(data: dict[str, Any], program: Program, pins: Pins | None, memory: float | None) -> Plan:
     m = data["mesh"]
     chip = dict(m["chip"])
     chip["flops"] = tuple((int(size), float(rate)) for size, rate in chip["flops"])
     mesh = LogicalMesh(tuple(m["names"]), tuple(m["sizes"]), tuple(Link(**link) for link in m["links"]), Chip(**chip))
     axis = mesh.names.index
-    pins = {path: jax.sharding.PartitionSpec(*[tuple(a) or None for a in spec]) for path, spec in data["pins"].items()}
+    if pins is None:
+        pins = {path: _pin_from_json(spec) for path, spec in data["pins"].items()}
     pinned = resolve_pins(program, mesh, pins)
     analysis = analyse_for(program, mesh, pinned)
     assignment = Assignment(
@@ -175,7 +208,7 @@ def _apply(data: dict[str, Any], program: Program) -> Plan:
             for entry in data["forms"]
         ),
     )
-    pricer = Pricer(analysis, mesh, pinned=[pin.spec for pin in pinned.values()])
+    pricer = Pricer(analysis, mesh, budget_for(mesh, memory), [pin.spec for pin in pinned.values()])
     priced = pricer.price(assignment)
     if len(data["choices"]):
         forms = list(priced.forms)

@@ -25,14 +25,23 @@ if TYPE_CHECKING:
     from spmd_auto.tools.info import ParallelInfo
 
 
+# Where a plan came from that this process did not search for, in words.
+ORIGINS = {"cache": "an earlier run found it, and kept it", "process 0": "process 0 found it for all"}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchRecord:
-    """How a plan was found: states priced, seconds, and why the search ended early ("" if it did not)."""
+    """How a plan was found: states priced, seconds, and why the search ended early ("" if it did not).
+
+    Attributes:
+      origin: "" if it was found here or read from a plan file, else one of `ORIGINS`. No part of plan files.
+    """
 
     states: int = 0
     seconds: float = 0.0
     stopped: str = ""
     meshes: int = 1
+    origin: str = dataclasses.field(default="", compare=False)
 
 
 class Plan:

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_auto import _compat
 from spmd_auto.plan.make import Progress
-from spmd_auto.plan.plan import Plan
+from spmd_auto.plan.plan import ORIGINS, Plan
 
 logger = logging.getLogger("spmd_auto")
 
@@ -25,11 +25,12 @@ MANY = 4
 def found(plan: Plan) -> None:
     """One line for the plan, and a warning for each thing that can't be split."""
     logger.info(
-        "%r found in %.2f s (%d states)%s",
+        "%r found in %.2f s (%d states)%s%s",
         plan,
         plan.search.seconds,
         plan.search.states,
         f"; stopped by its {plan.search.stopped}" if plan.search.stopped else "",
+        f"; not searched again: {ORIGINS[plan.search.origin]}" if plan.search.origin else "",
     )
     for unknown in plan.analysis.graph.unknown.values():
         logger.warning("%s (%d bytes)", unknown, unknown.bytes)

@@ -10,13 +10,13 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from spmd_auto.store import default_directory, write_whole
 from spmd_auto.verify.program import ProgramSummary
 from spmd_auto.verify.targets import Target, parse_target
 
@@ -60,20 +60,10 @@ class SummaryCache:
 
     def put(self, key: str, summary: ProgramSummary) -> None:
         """Stores a summary. Readers at the same time see all of it or nothing; a disk that refuses is no error."""
-        with contextlib.suppress(OSError):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                json.dump(summary.to_json(), file)
-            os.replace(temporary, self._path(key))
+        write_whole(self._path(key), json.dumps(summary.to_json()))
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}.json"
-
-
-def default_directory() -> Path:
-    """`$SPMD_AUTO_CACHE`, or `~/.cache/spmd_auto`."""
-    return Path(os.environ.get("SPMD_AUTO_CACHE") or Path.home() / ".cache" / "spmd_auto")
 
 
 def _versions(target: Target) -> list[str]:

@@ -28,6 +28,7 @@ from spmd_auto.propagate.rules.opaque import OPAQUE
 _TABLE: dict[str, RuleLike] = {}
 for _family in (elementwise, shape, contraction, reduction, indexing, born, window, selection, linalg, mapped):
     _TABLE.update(_family.RULES)
+_OWN = dict(_TABLE)
 
 
 def register_rule(name: str, rule: RuleLike) -> None:
@@ -49,6 +50,11 @@ def register_rule(name: str, rule: RuleLike) -> None:
         returns such a text or a tuple of factors.
     """
     _TABLE[name] = rule
+
+
+def registered_rules() -> dict[str, RuleLike]:
+    """The rules that `register_rule` added or put in the place of others."""
+    return {name: rule for name, rule in _TABLE.items() if _OWN.get(name) is not rule}
 
 
 def known_primitives() -> frozenset[str]:
