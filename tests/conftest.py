@@ -68,3 +68,14 @@ def require_target():
         return target
 
     return require
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-errors", action="store_true", help="write docs/errors.md from the errors met")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--write-errors"):
+        from tests import refused
+
+        refused.LIST.write_text(refused.as_markdown())

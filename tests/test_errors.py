@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import inspect
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,23 +27,9 @@ from spmd_auto.errors import (
 from spmd_auto.search import SearchOptions
 from tests.known_answers.toy import toy_mesh
 from tests.models import gpt
+from tests.refused import LIST, refused, title
 
 FAST = SearchOptions(states=60)
-
-
-@contextlib.contextmanager
-def refused(cls, what=(), why=(), fixes=()):
-    """The block raises exactly `cls`, each part naming all the given words."""
-    with pytest.raises(cls) as caught:
-        yield
-    error = caught.value
-    assert type(error) is cls
-    for part, words in ((error.what, what), (error.why, why), ("\n".join(error.fixes), fixes)):
-        for word in [words] if isinstance(words, str) else words:
-            assert word in part, f"{word!r} is not in {part!r} of:\n{error}"
-    assert error.what in str(error)
-    assert error.why in str(error)
-    assert all(f"fix: {fix}" in str(error) for fix in error.fixes)
 
 
 def struct(*shape, dtype=jnp.float32):
@@ -375,3 +362,61 @@ def test_user_constraint_on_another_mesh_than_the_plan(devices):
 
     with refused(PinError, what=("test_errors.py", "['other']"), why=("'a'", "'other'"), fixes="auto_shard(mesh=mesh)"):
         spmd_auto.plan(constrained, struct(8, 8), mesh=toy_mesh(8), search=FAST)
+
+
+# ---- runs ---------------------------------------------------------------------------------------
+
+
+def test_a_decorated_step_inside_of_grad():
+    decorated = spmd_auto.auto_shard(search=FAST)(lambda p: jnp.sum(p**2))
+    with refused(LoweringError, what="inside of grad, vmap", why="nothing is differentiated", fixes="transform first"):
+        jax.grad(decorated)(jnp.ones(8))
+
+
+def test_a_ragged_batch_that_is_not_wanted():
+    decorated = spmd_auto.auto_shard(step, search=FAST, ragged="refuse")
+    decorated.plan(state(), batch(8192))
+    with refused(BatchError, what=("'batch/x'", "has 5"), why="the first batch was split", fixes="drop the last batch"):
+        decorated.plan(state(), batch(5))
+
+
+def test_an_unknown_treatment_of_ragged_batches():
+    with refused(BatchError, what="ragged='pad'", fixes=('"replicate"', '"refuse"')):
+        spmd_auto.auto_shard(step, ragged="pad")
+
+
+def test_an_object_of_the_users_changed_in_place_and_not_returned():
+    @jax.tree_util.register_pytree_node_class
+    class Box:
+        def __init__(self, w):
+            self.w = w
+
+        def tree_flatten(self):
+            return (self.w,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    def changes(box, x):
+        box.w = box.w + x.sum()
+        return x.sum()
+
+    with refused(TraceError, what=("changes", "in place"), why="only what it returns lasts", fixes="return box too"):
+        spmd_auto.plan(changes, Box(jnp.ones(8)), jnp.ones(8), mesh=toy_mesh(2))
+
+
+# ---- the list -----------------------------------------------------------------------------------
+
+
+def test_the_list_of_errors_is_whole():
+    """docs/errors.md has an entry for each test here that meets an error (write it anew with --write-errors)."""
+    tests = [node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
+    kinds = [
+        f"## {title(node.name)}"
+        for node in tests
+        if "with refused" in ast.unparse(node) and node.name != "test_the_list_of_errors_is_whole"
+    ]
+    listed = [line for line in LIST.read_text().splitlines() if line.startswith("## ")]
+    assert len(kinds) >= 25
+    assert sorted(listed) == sorted(kinds)
