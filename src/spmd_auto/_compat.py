@@ -186,3 +186,27 @@ def are_staged(xs: Sequence[Any]) -> bool:
     from jax._src.interpreters.partial_eval import DynamicJaxprTracer
 
     return all(isinstance(x, DynamicJaxprTracer) for x in xs)
+
+
+def wait_for_processes(name: str, seconds: float, processes: Sequence[int]) -> bool:
+    """Waits until all the given processes (by index) are here; whether they came in time.
+
+    Without the service that `jax.distributed.initialize` starts, nobody waits: True.
+    """
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        return True
+    try:
+        client.wait_at_barrier(name, int(seconds * 1000), list(processes))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return False
+    return True
+
+
+def is_set(flag: str) -> bool:
+    """A switch of JAX's configuration, also as a context manager has set it."""
+    return bool(getattr(jax.config, flag))

@@ -22,9 +22,12 @@ from spmd_auto.plan.make import MeshLike
 from spmd_auto.plan.pins import Pins
 from spmd_auto.plan.plan import Plan
 from spmd_auto.runtime import report
+from spmd_auto.runtime.across import LocalRows, compare_values, local_names, with_local_rows
 from spmd_auto.runtime.find import find_plan
 from spmd_auto.runtime.follow import frozen_pins, no_longer_split
+from spmd_auto.runtime.group import Group, group_of
 from spmd_auto.runtime.leaves import leaf_type, place, without_aliases
+from spmd_auto.runtime.processes import compile_together, failing_together
 from spmd_auto.runtime.start import Creation
 from spmd_auto.search.beam import SearchOptions
 from spmd_auto.trace import Call, objects, static_arguments, take_apart, trace
@@ -40,6 +43,7 @@ class _Entry:
 
     plan: Plan
     lowered: LoweredStep | None = None
+    compared: bool = False  # the first call's arrays, between processes
 
 
 class AutoSharded:
@@ -58,6 +62,7 @@ class AutoSharded:
         static_argnames: str | Sequence[str] = (),
         like: AutoSharded | None = None,
         ragged: Ragged = "replicate",
+        local: str | Sequence[str] = (),
         cache: bool = True,
         quiet: bool = False,
     ):
@@ -74,14 +79,16 @@ class AutoSharded:
         self._donate = donate
         self._static = (static_argnums, static_argnames)
         self._static_argnums, self._static_argnames = static_arguments(fn, static_argnums, static_argnames)
-        self._like, self._ragged, self._cache, self._quiet = like, ragged, cache, quiet
+        self._like, self._cache, self._quiet = like, cache, quiet
+        self._ragged: Ragged = ragged
+        self._local = local_names(fn, local)
         self._entries: dict[Any, _Entry] = {}
         self._jax_meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
         self._moved = False
         self._lock = threading.RLock()
         self._bound: weakref.WeakKeyDictionary[Any, AutoSharded] = weakref.WeakKeyDictionary()
 
-    def __get__(self, instance: Any, owner: type | None = None) -> AutoSharded:
+    def __get__(self, instance: Any, owner: type | None = None) -> AutoSharded | _Bound:
         """A decorated method: an object that is no pytree is closed over (and planned for once), as jit would have it
         with a static `self`; a module is the first argument."""
         if instance is None:
@@ -89,9 +96,10 @@ class AutoSharded:
         with self._lock:
             found = self._bound.get(instance) if _is_weak(instance) else None
             if found is None:
-                held = objects.is_object(instance) or not jax.tree_util.all_leaves([instance])
-                found = _Bound(self, instance) if held else self._copy(types.MethodType(self._fn, instance))
-                if _is_weak(instance) and not held:
+                if objects.is_object(instance) or not jax.tree_util.all_leaves([instance]):
+                    return _Bound(self, instance)
+                found = self._copy(types.MethodType(self._fn, instance))
+                if _is_weak(instance):
                     self._bound[instance] = found
             return found
 
@@ -110,6 +118,7 @@ class AutoSharded:
             static_argnames=names,
             like=self._like,
             ragged=self._ragged,
+            local=self._local,
             cache=self._cache,
             quiet=self._quiet,
         )
@@ -118,6 +127,7 @@ class AutoSharded:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments (arrays or `ShapeDtypeStruct`s); planned once per abstract signature."""
+        args, kwargs = self._whole(args, kwargs)
         with objects.references("flax.nnx" in sys.modules):
             return self._entry(self._apart(args, kwargs), args, kwargs).plan
 
@@ -147,9 +157,11 @@ class AutoSharded:
         return entry
 
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        program = trace(
-            self._fn, *args, static_argnums=self._static_argnums, static_argnames=self._static_argnames, **kwargs
-        )
+        group = self._group()
+        with failing_together(group, f"to trace {self.__name__}"):
+            program = trace(
+                self._fn, *args, static_argnums=self._static_argnums, static_argnames=self._static_argnames, **kwargs
+            )
         mesh, pins = self._mesh, dict(self._pins)
         first = self._first_plan()
         if first is not None:  # the state's specs are frozen by the first plan
@@ -164,6 +176,7 @@ class AutoSharded:
                 search=self._search,
                 progress=progress,
                 cache=self._cache,
+                group=group,
             )
         if not self._quiet:
             report.found(plan)
@@ -191,6 +204,15 @@ class AutoSharded:
 
     # ---- running ------------------------------------------------------------------------------
 
+    def _group(self) -> Group | None:
+        """The processes that run the step, if there are several."""
+        if isinstance(self._mesh, jax.sharding.Mesh) or self._like is None:
+            return group_of(self._mesh)
+        return self._like._group()
+
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return with_local_rows(self._fn, self._local, self._group(), args, kwargs) if self._local else (args, kwargs)
+
     def _jax_mesh(self, plan: Plan) -> jax.sharding.Mesh:
         if isinstance(self._mesh, jax.sharding.Mesh):
             return jax.sharding.Mesh(
@@ -210,6 +232,7 @@ class AutoSharded:
             return entry.lowered
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoweredStep:
+        args, kwargs = self._whole(args, kwargs)
         with objects.references("flax.nnx" in sys.modules):
             return self._lowered(self._entry(self._apart(args, kwargs), args, kwargs))
 
@@ -219,11 +242,28 @@ class AutoSharded:
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.stages.Compiled` of the planned step, the one that calls run."""
-        return self._step(args, kwargs).compile()
+        return self._compiled(self._step(args, kwargs))
+
+    def _compiled(self, lowered: LoweredStep) -> Any:
+        with self._lock:
+            group = None if lowered.is_compiled else self._group()
+            return (
+                lowered.compile()
+                if group is None
+                else compile_together(group, lowered.lower, lowered.compile, self.__name__)
+            )
+
+    def _compare(self, entry: _Entry, call: Call) -> None:
+        with self._lock:
+            group = None if entry.compared else self._group()
+            entry.compared = True
+            if group is not None:
+                compare_values(group, self.__name__, [leaf.path for leaf in entry.plan.program.arguments], call.leaves)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:  # the user wants to see the step's own lines run
+        if _compat.is_set("jax_disable_jit"):  # the user wants to see the step's own lines run
             return self._fn(*args, **kwargs)
+        args, kwargs = self._whole(args, kwargs)
         with objects.references("flax.nnx" in sys.modules):
             call = self._apart(args, kwargs)
             traced = _compat.tracers(call.leaves)
@@ -241,11 +281,11 @@ class AutoSharded:
             lowered = self._lowered(entry)
             if traced:  # inside of jit: a part of the outer program, with the plan's constraints
                 return entry.plan.program.returned.put_back(lowered.jitted(*call.leaves), call.leaves)
+            self._compare(entry, call)
             placed = self._place(call, entry.plan, lowered)
-            if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+            if _compat.is_set("jax_debug_nans") or _compat.is_set("jax_debug_infs"):
                 return entry.plan.program.returned.put_back(lowered.jitted(*placed), placed)  # JAX itself then looks
-            with self._lock:
-                compiled = lowered.compile()
+            compiled = self._compiled(lowered)
             return entry.plan.program.returned.put_back(compiled(*placed), placed)
 
     def _place(self, call: Call, plan: Plan, lowered: LoweredStep) -> list[Any]:
@@ -257,8 +297,12 @@ class AutoSharded:
             if moved and not self._moved:
                 self._moved = True
                 if not self._quiet:
+                    often = "in each call" if isinstance(x, LocalRows) else "once"
                     logger.info(
-                        "arguments of %s lie otherwise than planned (first: %s): moved once", self.__name__, leaf.path
+                        "arguments of %s lie otherwise than planned (first: %s): moved %s",
+                        self.__name__,
+                        leaf.path,
+                        often,
                     )
             placed.append(array)
         if self._donate:
@@ -291,7 +335,7 @@ class AutoSharded:
                 ["pass batch=... to init", "call .plan(state, batch) first, with jax.eval_shape's state"],
             )
         shapes = {leaf.path: leaf.shape for leaf in plan.program.arguments}
-        return creation.run(plan.specs, self._jax_mesh(plan), shapes)
+        return creation.run(plan.specs, self._jax_mesh(plan), shapes, self._group())
 
 
 class _Bound:
@@ -343,6 +387,7 @@ def auto_shard(
     static_argnames: str | Sequence[str] = (),
     like: AutoSharded | None = None,
     ragged: Ragged = "replicate",
+    local: str | Sequence[str] = (),
     cache: bool = True,
     quiet: bool = False,
 ) -> Callable[[Callable[..., Any]], AutoSharded]: ...
@@ -359,6 +404,8 @@ def auto_shard(fn: Any = None, **options: Any) -> Any:
       like: another `auto_shard`ed step whose state this one uses (an evaluation step).
       ragged: what becomes of a later batch whose size can't be split as the first one's was: "replicate" computes it
         whole on each device, with a warning; "refuse" raises `BatchError`.
+      local: names of arguments of which each of several processes passes its own rows (of dimension 0, the same number
+        on each); without it, a process' own arrays are taken for the whole. One process: no difference.
       cache: keep the plan on disk, and take one that an earlier run kept for the same program instead of searching (in
         `$SPMD_AUTO_CACHE`, or `~/.cache/spmd_auto`; `SPMD_AUTO_PLAN_CACHE=off` turns it off for all steps).
       quiet: no notices and no progress.

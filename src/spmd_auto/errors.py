@@ -59,3 +59,7 @@ class VerifyError(SpmdAutoError):
 
 class BatchError(SpmdAutoError):
     """A batch that the mesh cannot split."""
+
+
+class ProcessError(SpmdAutoError):
+    """Processes of one program that do not do the same, or one that failed while the others wait for it."""

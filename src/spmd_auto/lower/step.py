@@ -36,6 +36,10 @@ class LoweredStep:
             self._lowered = self.jitted.lower(*self.abstract)
         return self._lowered
 
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
     def compile(self) -> Any:
         """The compiled step for the mesh's own devices; compiled once."""
         if self._compiled is None:

@@ -91,12 +91,12 @@ class LogicalMesh:
         return tuple(out) + ((),) * (rank - len(entries))
 
     def build(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-        """A jax Mesh over `devices` (default: all of this process' backend), with Auto axes.
+        """A jax Mesh over `devices` (default: all, those of one process after those of another), with Auto axes.
 
         Raises:
           MeshError: not as many devices as the mesh has places.
         """
-        devices = jax.devices() if devices is None else list(devices)
+        devices = sorted(jax.devices(), key=lambda d: d.process_index) if devices is None else list(devices)
         if len(devices) < self.device_count:
             raise MeshError(
                 f"the mesh {self.describe()} needs {self.device_count} devices, {len(devices)} are there",

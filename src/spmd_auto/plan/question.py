@@ -70,7 +70,7 @@ def ask(
     options = dataclasses.replace(search or SearchOptions(), seconds=None)
     rules = {name: _rule_text(rule) for name, rule in sorted(registered_rules().items())}
     parts: dict[str, Lines] = {
-        "the versions": (*versions(), f"64-bit types {jax.config.read('jax_enable_x64')}"),
+        "the versions": (*versions(), f"64-bit types {_compat.is_set('jax_enable_x64')}"),
         "the arguments": tuple(_leaf_text(*entry) for entry in _arguments(program)),
         "the operations": (program.name, program.fingerprint, _backward(program.jaxpr)),
         "the results": tuple(

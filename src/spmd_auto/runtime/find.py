@@ -1,12 +1,17 @@
-"""Where a decorated step gets its plan from: an earlier run that kept it, or a search."""
+"""Where a decorated step gets its plan from: an earlier run that kept it, another process, or a search."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from spmd_auto.plan import cache as kept
+from spmd_auto.plan.file import plan_from_json
 from spmd_auto.plan.make import MeshLike, Progress, candidate_meshes, devices_of, make_plan
 from spmd_auto.plan.pins import Pins
 from spmd_auto.plan.plan import Plan
-from spmd_auto.plan.question import ask
+from spmd_auto.plan.question import Question, ask
+from spmd_auto.runtime.group import Group
+from spmd_auto.runtime.processes import compare, failing_together, plan_together
 from spmd_auto.search.beam import SearchOptions
 from spmd_auto.trace import Program
 
@@ -20,19 +25,38 @@ def find_plan(
     search: SearchOptions | None = None,
     progress: Progress | None = None,
     cache: bool = True,
+    group: Group | None = None,
 ) -> Plan:
     """The plan of a program.
 
     Args:
       cache: whether plans are kept for later runs, and looked for among those kept.
+      group: the processes that plan it together.
     """
-    question = ask(program, candidate_meshes(mesh), pins, memory, search) if cache and kept.is_on() else None
-    store = kept.PlanCache()
-    if question is not None:
-        found = store.get(question, program, pins=pins, memory=memory, devices=devices_of(mesh))
-        if found is not None:
-            return found
-    plan = make_plan(program, mesh, pins=pins, memory=memory, search=search, progress=progress)
-    if question is not None:
-        store.put(question, plan)
-    return plan
+    devices = devices_of(mesh)
+
+    def search_it() -> Plan:
+        return make_plan(program, mesh, pins=pins, memory=memory, search=search, progress=progress)
+
+    def keep_it(question: Question) -> Plan:
+        store = kept.PlanCache()
+        found = store.get(question, program, pins=pins, memory=memory, devices=devices)
+        if found is None:
+            found = search_it()
+            store.put(question, found)
+        return found
+
+    def apply_it(data: dict[str, Any]) -> Plan:
+        return plan_from_json(
+            data, program, "the plan sent", pins=pins, memory=memory, devices=devices, origin="process 0"
+        )
+
+    keeps = cache and kept.is_on()
+    if not keeps and group is None:
+        return search_it()
+    with failing_together(group, f"to prepare the plan of {program.name}"):
+        question = ask(program, candidate_meshes(mesh), pins, memory, search)
+    if group is None:
+        return keep_it(question)
+    compare(group, question, program, devices)
+    return plan_together(group, program.name, lambda: keep_it(question) if keeps else search_it(), apply_it)

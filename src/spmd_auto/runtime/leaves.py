@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_auto import _compat
 from spmd_auto.errors import LoweringError
+from spmd_auto.runtime.across import place_across
 
 
 def leaf_type(x: Any) -> tuple[Any, ...]:
@@ -26,6 +27,8 @@ def leaf_type(x: Any) -> tuple[Any, ...]:
 def place(x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> tuple[Any, bool]:
     """A leaf where the plan wants it, and whether a committed array had to be moved for it.
 
+    Over several processes: see `place_across`.
+
     Raises:
       LoweringError: the array was donated to an earlier call.
     """
@@ -38,6 +41,9 @@ def place(x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> tuple
             )
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x, False
+    if not sharding.is_fully_addressable:
+        return place_across(x, sharding, aval, path)
+    if isinstance(x, jax.Array):
         return jax.device_put(x, sharding), bool(x.ndim) and x.committed
     if not _compat.is_extended(aval.dtype):
         x = np.asarray(x, aval.dtype)

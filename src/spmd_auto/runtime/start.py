@@ -9,7 +9,12 @@ from typing import Any
 import jax
 
 from spmd_auto.errors import LoweringError, TraceError
+from spmd_auto.runtime.across import compare_values
+from spmd_auto.runtime.group import Group
+from spmd_auto.runtime.leaves import place
+from spmd_auto.runtime.processes import compile_together
 from spmd_auto.trace import Call, take_apart
+from spmd_auto.trace.program import abstract
 
 
 class Creation:
@@ -23,6 +28,9 @@ class Creation:
     Raises:
       TraceError: `create` can't be traced.
     """
+
+    call: Call  # the state it makes, taken apart as the step's argument
+    abstract: list[jax.ShapeDtypeStruct]
 
     def __init__(
         self,
@@ -53,12 +61,12 @@ class Creation:
 
         def flat(*args: Any, **kwargs: Any) -> list[Any]:
             made.append(self._create(*args, **kwargs))
-            self.call = self._apart(made[0])
+            self.call = self._apart(made[-1])
             return self.call.leaves
 
         self._flat = flat
         self.abstract = jax.eval_shape(flat, *self.args, **self.kwargs)
-        return made[0]
+        return made[-1]
 
     def _apart(self, made: Any) -> Call:
         return take_apart(self.step, made if self.several else (made,), {}, tracked=False)
@@ -67,8 +75,17 @@ class Creation:
         """The step's first arguments, of flat arrays."""
         return tuple(self.call.put_together(leaves)[0])
 
-    def run(self, specs: dict[str, Any], mesh: jax.sharding.Mesh, shapes: dict[str, tuple[int, ...]]) -> Any:
+    def run(
+        self,
+        specs: dict[str, Any],
+        mesh: jax.sharding.Mesh,
+        shapes: dict[str, tuple[int, ...]],
+        group: Group | None = None,
+    ) -> Any:
         """Runs the creation; each array comes to be as its spec says.
+
+        Args:
+          group: the processes that do so together.
 
         Raises:
           LoweringError: the created state has a leaf that the planned one has not.
@@ -83,8 +100,22 @@ class Creation:
                     ["create the state that the step was planned for"],
                 )
             shardings.append(jax.sharding.NamedSharding(mesh, specs[path]))
-        states = self.states(jax.jit(self._flat, out_shardings=shardings)(*self.args, **self.kwargs))
+        create = jax.jit(self._flat, out_shardings=shardings)
+        states = self.states(
+            create(*self.args, **self.kwargs) if group is None else self._run_together(create, mesh, group)
+        )
         return states if self.several else states[0]
+
+    def _run_together(self, create: Any, mesh: jax.sharding.Mesh, group: Group) -> list[Any]:
+        name = f"{getattr(self.step, '__name__', 'step')}.init"
+        flat, tree = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
+        paths, leaves = [f"create{jax.tree_util.keystr(path[1:])}" for path, _ in flat], [leaf for _, leaf in flat]
+        compare_values(group, name, paths, leaves)
+        whole = jax.sharding.NamedSharding(mesh, jax.P())
+        placed = [place(x, whole, abstract(x), path)[0] for path, x in zip(paths, leaves, strict=True)]
+        args, kwargs = jax.tree_util.tree_unflatten(tree, placed)
+        lowered = create.lower(*args, **kwargs)
+        return compile_together(group, lambda: lowered, lowered.compile, name)(*args, **kwargs)
 
 
 def _fits(step: Callable[..., Any], made: int, others: int | None) -> bool:
