@@ -118,7 +118,9 @@ def name_stack(eqn: Eqn) -> str:
 
 def is_transposed(eqn: Eqn) -> bool:
     """Whether reverse-mode differentiation made an equation: JAX says so on the name stack."""
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return any(
+        isinstance(x, _source_info_util.Transform) and x.name == "transpose" for x in eqn.source_info.name_stack.stack
+    )
 
 
 def source_line(eqn: Eqn) -> str:

@@ -258,6 +258,20 @@ def test_users_shard_map_of_another_mesh_is_refused(sizes: tuple[int, ...], devi
         _run(step, {"x": X, "w": W}, mesh=_mesh(2, 4))
 
 
+def test_users_shard_map_of_the_same_axes_in_another_order(devices: list[Any]) -> None:
+    """The order says which devices make a group: devices 0 and 4 here, 0 and 1 there."""
+    mesh, theirs = _mesh(2, 4), _mesh(4, 2, names="ba")
+
+    def step(s: Any) -> Any:
+        def body(x: Any) -> Any:
+            return lax.psum(x, "a") + 100.0 * lax.axis_index("b")
+
+        return jax.shard_map(body, mesh=theirs, in_specs=P(("b", "a")), out_specs=P("b"))(s["x"]) @ s["w"]
+
+    with pytest.raises(LoweringError, match=r"has the mesh \{'b': 4, 'a': 2\}"):
+        _run(step, {"x": X, "w": W}, mesh=mesh)
+
+
 def test_users_shard_map_says_what_belongs_together() -> None:
     mesh = _mesh(2, 4)
 

@@ -115,3 +115,17 @@ def test_a_rule_that_does_not_fit_is_named(restored: None) -> None:
     spmd_auto.register_rule("tests_norm", "(i)->(i)")
     with pytest.raises(spmd_auto.errors.RuleError, match="labels for the shape"):
         spmd_auto.plan(step, X, W, mesh=toy_mesh(8), search=FAST)
+
+
+@pytest.mark.parametrize("name", ["dot_general", "slice", "scatter-add", "fft"])
+def test_what_is_written_out_on_shards_keeps_its_rule(restored: None, name: str) -> None:
+    with pytest.raises(spmd_auto.errors.RuleError, match=f"'{name}'.*keeps its own rule"):
+        spmd_auto.register_rule(name, "(i)->(i)")
+
+
+def test_all_that_is_written_out_is_known_to_be_so() -> None:
+    from spmd_auto.cost.operation import ON_SHARDS
+    from spmd_auto.lower import edges, placement, transforms
+
+    assert {*ON_SHARDS, *edges.LOCAL, *transforms.LOCAL, *placement._AS_IT_IS} <= registry.WRITTEN_OUT
+    assert known_primitives() >= registry.WRITTEN_OUT

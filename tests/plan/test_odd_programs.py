@@ -320,6 +320,24 @@ def test_an_array_of_the_state_in_the_batch_too(devices):
     np.testing.assert_allclose(total, (old * old).sum(), rtol=1e-5)
 
 
+def test_slices_that_differ_only_in_where_they_begin(devices):
+    """What devices exchange for one is not what they exchange for another of the same shape."""
+
+    def step(x):
+        return (
+            x[:32] * 1.0,
+            x[8:40] * 2.0,
+            x[32:] * 3.0,
+            jnp.pad(x[:32], ((0, 32), (0, 0))),
+            jnp.pad(x[:32], ((8, 24), (0, 0))),
+        )
+
+    x = np.arange(64 * 4, dtype=np.float32).reshape(64, 4)
+    sharded = spmd_auto.auto_shard(step, mesh=toy_mesh(8), pins={"x": jax.P("a"), "result/*": jax.P("a")}, search=FAST)
+    for found, expected in zip(sharded(x), step(x), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("transform", [jax.grad, jax.vmap])
 def test_inside_of_a_transformation_that_changes_the_program_is_refused(transform):
     step = spmd_auto.auto_shard(lambda x: (x**2).sum(), search=FAST)

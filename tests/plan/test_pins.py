@@ -150,3 +150,53 @@ def test_a_named_sharding_pins_by_its_spec():
     sharding = jax.NamedSharding(jax_mesh(2, 2), P(None, "model"))
     plan = spmd_auto.plan(double, {"a": struct(6, 4)}, mesh=jax_mesh(2, 2), pins={"x/a": sharding}, search=FAST)
     assert plan.specs["x/a"] == P(None, "model")
+
+
+def run(step, pins, *args):
+    """The results' specs, and the bytes that the plan sends beside those that the compiled program sends."""
+    mesh = jax_mesh(2, 4)
+    sharded = spmd_auto.auto_shard(step, mesh=mesh, pins=pins, search=FAST)
+    out = sharded(*args)
+    for found, expected in zip(jax.tree.leaves(out), jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    plan = sharded.plan(*args)
+    return [x.sharding.spec for x in jax.tree.leaves(out)], plan
+
+
+def test_a_result_that_is_an_argument_may_lie_otherwise(devices):
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    for result in (P(None, "model"), P(), P(("data", "model"))):
+        specs, plan = run(lambda x: (x, x + 1), {"x": P("data"), "result/0": result}, x)
+        assert specs[0] == result
+        assert (plan.report.communication > 0) == (result != P(("data", "model")))  # priced; slicing is free
+
+
+def test_one_value_as_two_results(devices):
+    def twice(x):
+        y = x * 2
+        return y, y
+
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    specs, _ = run(twice, {"x": P("data"), "result/0": P(None, "model"), "result/1": P("model")}, x)
+    assert specs == [P(None, "model"), P("model")]
+
+
+def test_a_constrained_value_as_a_result_that_lies_otherwise(devices):
+    mesh = jax_mesh(2, 4)
+
+    def step(x):
+        return jax.lax.with_sharding_constraint(x * 2, jax.NamedSharding(mesh, P("data")))
+
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    specs, plan = run(step, {"result": P(None, "model")}, x)
+    assert specs == [P(None, "model")]
+    assert plan.report.communication > 0
+
+
+def test_an_argument_called_result():
+    def step(result):
+        return {"y": result["y"] * 2, "z": result["z"]}
+
+    program = trace(step, {"y": struct(8), "z": struct(8)})
+    with pytest.raises(PinError, match="may mean the argument 'result/y' or a result"):
+        resolve_pins(program, toy_mesh(2), {"result/y": P("a")})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
-from spmd_auto.propagate.convolution import convolution_flops
+from spmd_auto.propagate.convolution import convolution_flops, meetings
 
 # name -> (keywords of conv_general_dilated, spatial size, kernel size, meetings of elements by hand)
 CASES = {
@@ -38,3 +39,27 @@ def test_groups_read_their_own_features():
     )(lhs, rhs)
     (eqn,) = closed.jaxpr.eqns
     assert convolution_flops(eqn.params, (2, 8, 6), (3, 2, 9), (2, 6, 9)) == 2 * (2 * 6 * 9) * 2 * 3
+
+
+def test_any_strides_and_holes_as_counted_one_by_one():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        size, kernel, out, stride, dilation, kernel_dilation = (int(n) for n in rng.integers(1, 9, 6))
+        pad = int(rng.integers(-4, 7))
+        places = [j * stride - pad + k * kernel_dilation for j in range(out) for k in range(kernel)]
+        by_hand = sum(p >= 0 and p % dilation == 0 and p // dilation < size for p in places)
+        found = meetings(
+            size=size,
+            kernel=kernel,
+            out=out,
+            stride=stride,
+            pad=pad,
+            dilation=dilation,
+            kernel_dilation=kernel_dilation,
+        )
+        assert found == by_hand, (size, kernel, out, stride, pad, dilation, kernel_dilation)
+
+
+def test_a_kernel_as_long_as_its_input_needs_no_table_of_all_pairs():
+    n = 1_000_000
+    assert meetings(size=n, kernel=n, out=n, stride=1, pad=n - 1, dilation=1, kernel_dilation=1) == n * (n + 1) // 2

@@ -199,3 +199,19 @@ def test_names_are_the_same_in_every_run(seed):
     for model in ("scan", "moe unrolled"):
         here += [str(analysis(model).names), str(leaf_names(analysis(model)))]
     assert done.stdout.splitlines() == here
+
+
+def test_a_recurrence_over_words_is_a_sequence():
+    def step(params, words):
+        def cell(carry, x):
+            carry = jnp.tanh(x @ params["kernel"] + carry @ params["recurrent"])
+            return carry, carry
+
+        x = jnp.swapaxes(params["table"][words], 0, 1)
+        return jax.lax.scan(cell, jnp.zeros((8, 32)), x)[1].sum()
+
+    shapes = {"table": (64, 16), "kernel": (16, 32), "recurrent": (32, 32)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    a = analyse(trace(jax.value_and_grad(step), params, jax.ShapeDtypeStruct((8, 12), jnp.int32)))
+    assert leaf_names(a)["words"] == ("batch", "sequence")
+    assert "layers" not in a.names.values()

@@ -252,6 +252,48 @@ def test_gradients_are_no_new_state_but_make_parameters(wrap):
         assert roles(program) == {"params/b": P, "params/w": P, "x": B}
 
 
+def test_casts_are_elementwise():
+    """bfloat16 parameters under float32 updates, and rounded ones."""
+
+    def step(state, x):
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"].astype(jnp.float32)) ** 2))(state)
+        new = state["w"].astype(jnp.float32) - 0.1 * grads["w"].astype(jnp.float32)
+        return {"w": jax.lax.reduce_precision(new, 8, 7).astype(jnp.bfloat16)}, value
+
+    program = trace(step, {"w": S(8, 4, dtype=jnp.bfloat16)}, S(16, 8))
+    assert replaced(program) == {"0/w": "state/w"}
+    assert roles(program) == {"state/w": P, "x": B}
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("params", P),
+        ("ema_params", P),
+        ("frozen", P),
+        ("model_2", P),
+        ("model_state", P),
+        ("model_inputs", B),
+        ("frozen_batch", B),
+        ("parameters_of_the_noise", B),
+    ],
+)
+def test_the_last_word_of_a_name_says_what_it_is(name, role):
+    step = eval(f"lambda {name}, x: (x @ {name}['w']).sum()")
+    assert roles(trace(step, {"w": S(8, 4)}, S(16, 8))) == {f"{name}/w": role, "x": B}
+
+
+def test_a_users_scope_is_no_transposition():
+    def f(x):
+        with jax.named_scope("transpose(heads)"):
+            return (jnp.sin(x) * x).sum()
+
+    eqns = jax.make_jaxpr(jax.grad(f))(S(3)).jaxpr.eqns
+    backward = [eqn.primitive.name for eqn in eqns if _compat.is_transposed(eqn)]
+    assert 0 < len(backward) < len(eqns)
+    assert not {"sin", "cos"} & set(backward)
+
+
 def test_evaluation_function_knows_parameters_by_their_name():
     def evaluate(params, batch):
         return loss(params, batch["x"])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 
+import jax.numpy as jnp
+
 from spmd_auto.cost.compute import FREE, FUSED_SHARE
 from spmd_auto.cost.operation import ON_SHARDS
 from spmd_auto.propagate.analysis import Analysis
@@ -245,8 +247,20 @@ def _common_casts(analysis: Analysis) -> dict[int, int]:
     return same
 
 
-# Between a leaf and its root: operations that give the same on each device's partial sum.
-_LINEAR = ("transpose", "convert_element_type", "copy")
+def _is_linear(op: Op) -> bool:
+    """Operations between a leaf and its root that may be done on each device's partial sum: f(a + b) = f(a) + f(b).
+
+    Casts among floating-point types are so up to rounding, and integers wrap in a narrower type alike. Others are not:
+    a partial sum may overflow int8 where the int32 it becomes does not, and every sum of True is True.
+    """
+    if op.name != "convert_element_type":
+        return op.name in ("transpose", "copy")
+    before, after = (var.aval.dtype for var in (op.eqn.invars[0], op.eqn.outvars[0]))
+    for kind in (jnp.complexfloating, jnp.inexact):
+        if jnp.issubdtype(before, kind):
+            return jnp.issubdtype(after, kind)
+    integers = jnp.issubdtype(before, jnp.integer) and jnp.issubdtype(after, jnp.integer)
+    return integers and jnp.iinfo(after).bits <= jnp.iinfo(before).bits
 
 
 def _makes_partial(op: Op) -> bool:
@@ -269,7 +283,7 @@ def _sums(analysis: Analysis) -> tuple[list[SumGroup], list[SumTree]]:
     graph, classes = analysis.graph, analysis.classes
     producer: dict[int, Op] = {v.id: op for op in graph.ops for v in op.results}
     uses: Counter[int] = Counter(v.id for op in graph.ops for v in op.operands)
-    uses.update(v.id for v in graph.results)
+    uses.update(v.id for v in (*graph.results, *graph.roots))
 
     def part(value: Value, loop: tuple[Site, ...]) -> _Part | None:
         """`value` as a sum with contractions' results in it, if it is used nowhere else; None: it is whole."""
@@ -279,7 +293,7 @@ def _sums(analysis: Analysis) -> tuple[list[SumGroup], list[SumTree]]:
         if _is_add(op):
             a, b = part(op.operands[0], loop), part(op.operands[1], loop)
             return _joined(a, b, [op])
-        if op.name in _LINEAR:
+        if _is_linear(op):
             inner = part(op.operands[0], loop)
             if inner is None:
                 return None

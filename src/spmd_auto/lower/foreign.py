@@ -27,7 +27,7 @@ def shard_map(eqn: Any, operands: list[Any], mesh: jax.sharding.Mesh) -> list[An
     params = eqn.params
     theirs = params["mesh"]
     source = _compat.source_line(eqn)
-    if dict(theirs.shape) == dict(mesh.shape):
+    if tuple(theirs.shape.items()) == tuple(mesh.shape.items()):  # in this order: it says which devices make a group
         chosen = mesh
     elif isinstance(theirs, jax.sharding.Mesh) and _coarser(theirs, mesh):
         chosen = theirs

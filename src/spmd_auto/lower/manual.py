@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmd_auto import _compat
@@ -59,6 +60,11 @@ class Pending:
     operands: list[Any]  # arrays of a leaf, or further pending results
 
 
+def settled(x: Any) -> Any:
+    """A value itself: a pending result that something beside its sum wants (a branch's unused operand) is made here."""
+    return _compat.bind(x.eqn, [settled(operand) for operand in x.operands])[0] if isinstance(x, Pending) else x
+
+
 def deferred_sum(
     eqn: Any, operands: list[Any], deferred: DeferredSum, logical: LogicalMesh, mesh: jax.sharding.Mesh
 ) -> Any:
@@ -109,14 +115,17 @@ def deferred_sum(
 
 
 def _combine(out: Any, steps: tuple[Step, ...], logical: LogicalMesh) -> Any:
-    """Partial sums combined step by step."""
+    """Partial sums combined step by step; of truth values, whether one of them is true."""
+    truth = out.dtype == bool
+    if truth:  # a sum of as many as there are devices must not wrap
+        out = out.astype(np.min_scalar_type(logical.device_count))
     for step in steps:
         axes = tuple(logical.names[a] for a in step.axes)
         if step.dim is None:
             out = lax.psum(out, axes)
         else:
             out = lax.psum_scatter(out, axes, scatter_dimension=step.dim, tiled=True)
-    return out
+    return out != 0 if truth else out
 
 
 def _wide(indices: Any) -> Any:
@@ -158,6 +167,11 @@ def _local_gather(eqn: Any, global_shape: tuple[int, ...], placement: Placement,
     return local
 
 
+def _single(numbers: Any) -> tuple[int, ...]:
+    """Dimensions of a scatter's operand of which an update has one place."""
+    return (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+
+
 def _local_scatter_add(eqn: Any, global_shape: tuple[int, ...], placement: Placement, logical: LogicalMesh) -> Any:
     """Each device adds its updates to zeros (the operand must count once) and drops those for others' rows."""
     params = eqn.params
@@ -168,16 +182,21 @@ def _local_scatter_add(eqn: Any, global_shape: tuple[int, ...], placement: Place
         # an indexed window that covers its whole dimension starts at 0 on every device's own piece
         if placement.targets[0][dim] and dim in numbers.inserted_window_dims
     ]
+    kept = [d for d in range(len(global_shape)) if d not in _single(numbers)]
+    windows = dict.fromkeys(_single(numbers), 1)
+    windows |= {d: eqn.invars[2].aval.shape[k] for d, k in zip(kept, numbers.update_window_dims, strict=True)}
 
     def local(table: Any, indices: Any, updates: Any) -> Any:
         indices = _wide(indices)
         zeros = jnp.zeros_like(table)
         if not columns:
             return _compat.bind(eqn, (zeros, indices, updates))[0]
+        if params["mode"] == lax.GatherScatterMode.CLIP:  # every index, for the scatter below drops what is outside
+            for column, dim in enumerate(numbers.scatter_dims_to_operand_dims):
+                inside = jnp.clip(indices[..., column], 0, global_shape[dim] - windows[dim])
+                indices = indices.at[..., column].set(inside)
         for column, dim, split in columns:
             rows = indices[..., column]
-            if params["mode"] == lax.GatherScatterMode.CLIP:
-                rows = jnp.clip(rows, 0, global_shape[dim] - 1)
             rows = rows - jnp.asarray(_first_row(table, dim, split, logical), rows.dtype)
             indices = indices.at[..., column].set(rows)
         dropping = dict(params, mode=lax.GatherScatterMode.FILL_OR_DROP, indices_are_sorted=False)

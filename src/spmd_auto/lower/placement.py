@@ -97,6 +97,7 @@ class Placements:
     loops: dict[Site, LoopSpecs]
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
+    last: tuple[tuple[Spec, ...], ...] = ()  # per result the way to its spec, where it is the copy of another value
 
 
 def place(pricer: Pricer, priced: Priced) -> Placements:
@@ -139,6 +140,7 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
             by_site[op.site] = placement
         elif op.name in ("add", "add_any") and op.results[0].placed:
             by_site[op.site] = Placement(((),) * len(op.operands), ((own(op.results[0]),),))
+    copied = {op.results[0].id: own(op.operands[0]) for op in graph.ops if op.name == "result"}
     return Placements(
         mesh,
         by_site,
@@ -147,6 +149,7 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         _loops(graph, own),
         tuple(own(v) for v in graph.arguments),
         tuple(own(v) for v in graph.results),
+        tuple(pricer.reshards.path(copied[v.id], own(v)) if v.id in copied else () for v in graph.results),
     )
 
 

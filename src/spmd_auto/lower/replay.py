@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from spmd_auto import _compat
 from spmd_auto.errors import LoweringError
 from spmd_auto.lower.foreign import FOREIGN
-from spmd_auto.lower.manual import Pending, deferred_sum, manual_op
+from spmd_auto.lower.manual import Pending, deferred_sum, manual_op, settled
 from spmd_auto.lower.moves import moved_op
 from spmd_auto.lower.placement import Placements
 from spmd_auto.lower.starts import bind_safely
@@ -63,7 +63,7 @@ class Replay:
 
     def run(self, jaxpr: Any, args: Sequence[Any], site: Site = ()) -> list[Any]:
         inner = _compat.open_jaxpr(jaxpr)
-        env: dict[Any, Any] = dict(zip(inner.constvars, _compat.consts_of(jaxpr), strict=False))
+        env: dict[Any, Any] = dict(zip(inner.constvars, _compat.consts_of(jaxpr), strict=True))
         env.update(zip(inner.invars, args, strict=True))
 
         def read(var: Any) -> Any:
@@ -79,6 +79,14 @@ class Replay:
                 if not isinstance(v, _compat.Literal) and last_use[v] == index and v not in keep:
                     env.pop(v, None)
         return [read(v) for v in inner.outvars]
+
+    def results(self, values: list[Any]) -> list[Any]:
+        """Results on the way to where the plan has them."""
+        out = list(values)
+        for k, path in enumerate(self.placements.last):
+            for spec in path:
+                out[k] = self.constrain(out[k], spec)
+        return out
 
     def apply(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
         name = eqn.primitive.name
@@ -96,6 +104,8 @@ class Replay:
         if name == "custom_linear_solve":
             jaxpr, positions = _compat.linear_solve(eqn)
             return self.run(jaxpr, [operands[k] for k in positions], site)
+        if site not in self.placements.sums and site not in self.placements.pending:
+            operands = [settled(x) for x in operands]
         if name in FOREIGN:
             return FOREIGN[name](eqn, operands, self.mesh)
         if any(_compat.is_ref(v.aval) for v in eqn.invars):  # loops over mutable arrays are not looked into
@@ -231,7 +241,7 @@ class Replay:
         for k, sharding in enumerate(shardings):
             if isinstance(sharding, NamedSharding):
                 sharding = self.of_user(sharding, _compat.source_line(eqn))
-                out[k] = lax.with_sharding_constraint(out[k], sharding)
+                out[k] = lax.with_sharding_constraint(settled(out[k]), sharding)
         return out
 
     def user_constraint(self, eqn: Any, operand: Any) -> Any:

@@ -55,7 +55,8 @@ def lower_step(program: Program, placements: Placements, mesh: jax.sharding.Mesh
     """
 
     def flat_step(*args: Any) -> tuple[Any, ...]:
-        return tuple(Replay(placements, mesh).run(program.jaxpr, args))
+        replay = Replay(placements, mesh)
+        return tuple(replay.results(replay.run(program.jaxpr, args)))
 
     flat_step.__name__ = flat_step.__qualname__ = program.name
     shardings = Replay(placements, mesh)

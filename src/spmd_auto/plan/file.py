@@ -14,7 +14,7 @@ from spmd_auto.cost.pricer import Pricer
 from spmd_auto.errors import PlanFileError
 from spmd_auto.mesh import Chip, Link, LogicalMesh
 from spmd_auto.plan.make import analyse_for, budget_for
-from spmd_auto.plan.pins import Pins, resolve_pins
+from spmd_auto.plan.pins import Pins, resolve_pins, result_path
 from spmd_auto.plan.plan import Plan, SearchRecord
 from spmd_auto.propagate.assignment import Assignment
 from spmd_auto.propagate.forms import Form
@@ -76,7 +76,7 @@ def _pins_to_json(plan: Plan) -> dict[str, list[list[str] | None]]:
         if side == "argument" and isinstance(where, int):
             out[program.arguments[where].path] = _spec_to_json(plan.mesh, pin.spec)
         elif side == "result" and isinstance(where, int):
-            out[f"result/{program.results[where].path}"] = _spec_to_json(plan.mesh, pin.spec)
+            out[result_path(program.results[where])] = _spec_to_json(plan.mesh, pin.spec)
     return out
 
 

@@ -18,7 +18,7 @@ from spmd_auto.propagate.analysis import PinKey
 from spmd_auto.propagate.assignment import PinnedSpec
 from spmd_auto.propagate.inside import Constraint, constraints_in
 from spmd_auto.tools.notation import counts_to_spec, is_counts
-from spmd_auto.trace import Program
+from spmd_auto.trace import Leaf, Program
 from spmd_auto.trace.declared import Declared
 
 Pins = Mapping[str, Any]  # tree-path glob -> PartitionSpec, or split counts: (8, 1)
@@ -54,10 +54,16 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> Pinned:
         )
     found: Pinned = {}
     arguments = [leaf.path for leaf in program.arguments]
-    results = [_RESULT + leaf.path for leaf in program.results]
+    results = [result_path(leaf) for leaf in program.results]
     for glob, wanted in pins.items():
         hits = [("argument", i, program.arguments[i]) for i in matches(arguments, glob)]
         if glob.startswith(_RESULT) or not hits:
+            if hits and matches(results, glob):
+                raise PinError(
+                    f"pin {glob!r} may mean the argument {hits[0][2].path!r} or a result of {program.name}",
+                    "'result/' begins the path of what the step returns, and an argument is called result",
+                    ["call the argument otherwise", "pin a part of its path that no result has"],
+                )
             hits += [("result", i, program.results[i]) for i in matches(results, glob)]
         if not hits:
             near = difflib.get_close_matches(glob, arguments, n=3, cutoff=0.3) or arguments[:3]
@@ -77,6 +83,11 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> Pinned:
         found["inside", constraint.site] = Pin(spec, source)
     _check_results(program, mesh, found)
     return found
+
+
+def result_path(leaf: Leaf) -> str:
+    """What a leaf of the results is called in pins: `result/loss`; `result` for a step that returns one array."""
+    return f"{_RESULT}{leaf.path}".rstrip("/")
 
 
 def _add_declared(program: Program, mesh: LogicalMesh, found: Pinned) -> None:

@@ -71,16 +71,16 @@ def analyse(program: Program, pins: Mapping[PinKey, int] | None = None, *, widen
 
 
 def _pinned_values(program: Program, graph: Graph, pins: Mapping[PinKey, int]) -> dict[int, int]:
-    """Value id -> index of its pinned spec. A result that is an argument handed through is pinned like the argument."""
+    """Value id -> index of its pinned spec. Each result that can be pinned otherwise than its value is one of its own
+    (`_Builder.returned`), so no pin takes another's place."""
     pinned: dict[int, int] = {}
     inside = {op.site: op.results[0].id for op in graph.ops if op.name == "sharding_constraint"}
     for (side, where), pin in pins.items():
         if side == "inside" and where in inside:
             pinned[inside[where]] = pin
         elif side == "result" and isinstance(where, int):
-            pinned.setdefault(graph.results[where].id, pin)
-    for (side, where), pin in pins.items():
-        if side == "argument" and isinstance(where, int):
+            pinned[graph.results[where].id] = pin
+        elif side == "argument" and isinstance(where, int):
             pinned[graph.arguments[where].id] = pin
             for result, replaced in zip(graph.results, program.replaces, strict=True):
                 if replaced == where:

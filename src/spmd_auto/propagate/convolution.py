@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,5 +35,11 @@ def convolution_flops(
 
 def meetings(*, size: int, kernel: int, out: int, stride: int, pad: int, dilation: int, kernel_dilation: int) -> int:
     """Pairs (output position, kernel position) of one dimension that fall on an element of the input."""
-    at = (np.arange(out) * stride - pad)[:, None] + np.arange(kernel) * kernel_dilation
-    return int(((at >= 0) & (at % dilation == 0) & (at < (size - 1) * dilation + 1)).sum())
+    # output position j meets the input where j * stride = pad - tap + dilation * (0, 1, ... size - 1)
+    start = pad - np.arange(kernel, dtype=np.int64) * kernel_dilation
+    first, last = np.maximum(0, -(-start // stride)), np.minimum(out - 1, (start + (size - 1) * dilation) // stride)
+    common = math.gcd(stride, dilation)
+    period = dilation // common
+    solution = start // common * pow(stride // common, -1, period) % period if period > 1 else 0 * start
+    met = (last - solution) // period - (first - 1 - solution) // period
+    return int(met[(start % common == 0) & (last >= first)].sum())

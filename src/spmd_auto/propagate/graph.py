@@ -27,7 +27,7 @@ _BIT = {
     Role.KEY: OTHER,
 }
 
-LINKS = ("carry_in", "xs", "carry", "carry_out", "ys", "branch")
+LINKS = ("carry_in", "xs", "carry", "carry_out", "ys", "branch", "result")
 CALLS = ("jit", "pjit", "call", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 CALLS += ("remat2", "checkpoint", "remat_opt", "linear_call", "composite", "xla_metadata_call")
 
@@ -159,7 +159,7 @@ class _Builder:
             value = self.value(var.aval, leaf.path)
             value.depends = _BIT[leaf.role] if leaf.role is not None else OTHER
             self.graph.arguments.append(value)
-        self.graph.results = self.run(jaxpr, self.graph.arguments, 1, ())
+        self.graph.results = self.returned(program.replaces, self.run(jaxpr, self.graph.arguments, 1, ()))
         self.graph.signatures = len(self.signature_ids)
 
     def value(self, aval: Any, path: str = "") -> Value:
@@ -172,6 +172,29 @@ class _Builder:
         value = Value(len(self.graph.values), shape, itemsize, opaque, 0, path, mutable=mutable)
         self.graph.values.append(value)
         return value
+
+    def copied(self, value: Value) -> Value:
+        copy = dataclasses.replace(value, id=len(self.graph.values), depends=0, path="")
+        self.graph.values.append(copy)
+        return copy
+
+    def returned(self, replaces: Sequence[int | None], results: list[Value]) -> list[Value]:
+        """Results that may lie otherwise than what they are: an argument, another result, or a constrained value.
+
+        An argument that is its own next state lies as it lay.
+        """
+        taken = {v.id for v in self.graph.arguments}
+        taken |= {op.results[0].id for op in self.graph.ops if op.name == "sharding_constraint"}
+        out: list[Value] = []
+        for value, replaced in zip(results, replaces, strict=True):
+            own = replaced is not None and self.graph.arguments[replaced] is value
+            if value.id in taken and value.placed and not own:
+                result = self.copied(value)
+                self.link("result", value, result, 0, 0, 1, ())
+                value = result
+            taken.add(value.id)
+            out.append(value)
+        return out
 
     def run(self, jaxpr: Any, args: Sequence[Value], trips: int, site: Site) -> list[Value]:
         inner = _compat.open_jaxpr(jaxpr)
@@ -232,9 +255,10 @@ class _Builder:
             tuple((v.shape, v.itemsize) for v in operands),
             tuple((v.shape, v.itemsize) for v in results),
             rule,
+            flops := _flops(name, eqn, operands, results),
+            _priced(eqn),
         )
         signature = self.signature_ids.setdefault(key, len(self.signature_ids))
-        flops = _flops(name, eqn, operands, results)
         op = Op(
             len(self.graph.ops),
             name,
@@ -387,6 +411,14 @@ CONTROL: dict[str, Callable[[_Builder, Any, list[Value], int, Site], list[Value]
     "cond": _Builder.cond,
     "custom_linear_solve": _Builder.linear_solve,
 }
+
+
+def _priced(eqn: Any) -> tuple[Any, ...]:
+    """Parameters that a price reads beside shapes and rule: where the blocks of a split dimension go, how rows are
+    indexed."""
+    if eqn is None:
+        return ()
+    return tuple(eqn.params.get(name) for name in ("start_indices", "padding_config", "dimension_numbers"))
 
 
 def _flops(name: str, eqn: Any, operands: Sequence[Value], results: Sequence[Value]) -> int:

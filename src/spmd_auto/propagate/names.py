@@ -94,13 +94,22 @@ def _work(graph: Graph, axes: Axes) -> Counter[int]:
 
 
 def _stacked(graph: Graph, axes: Axes) -> list[int]:
-    """Groups that scans iterate over, outermost first."""
+    """Groups of layers that scans iterate over, outermost first, and of micro-batches: loops over what leads a batch.
+
+    A recurrence over the words of a sentence iterates over a later dimension of the batch: that is a sequence.
+    """
+    batches = [v for v in graph.arguments if v.depends == BATCH and v.shape]
+    leading = {axes.of[v.id][0] for v in batches}
+    later = {g for v in batches for g in axes.of[v.id][1:]}
+    seen = {g for v in (*graph.arguments, *graph.results) for g in axes.of[v.id]}
     out: dict[int, None] = {}
     for op in graph.ops:
-        if op.name == "xs" and op.operands[0].depends & PARAMETER and op.operands[0].shape:
-            out.setdefault(axes.of[op.operands[0].id][0])
-        if op.name == "ys" and op.results[0].depends & PARAMETER and op.results[0].shape:
-            out.setdefault(axes.of[op.results[0].id][0])
+        value = op.operands[0] if op.name == "xs" else op.results[0] if op.name == "ys" else None
+        if value is None or not value.shape or not value.depends & PARAMETER:
+            continue
+        group = axes.of[value.id][0]
+        if group in leading or group in seen - later:
+            out.setdefault(group)
     return list(out)
 
 

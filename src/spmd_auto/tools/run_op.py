@@ -17,7 +17,7 @@ from spmd_auto.cost.pricer import Pricer
 from spmd_auto.errors import MeshError
 from spmd_auto.mesh.logical import LogicalMesh
 from spmd_auto.plan.make import analyse_for, candidate_meshes, price_strategy
-from spmd_auto.plan.pins import resolve_pins
+from spmd_auto.plan.pins import resolve_pins, result_path
 from spmd_auto.plan.plan import Plan
 from spmd_auto.propagate.assignment import Assignment, Spec
 from spmd_auto.propagate.axes import find_axes
@@ -105,7 +105,7 @@ def _plan(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Any, in_specs: An
     operands = written_operands(program, in_specs, [of[v.id] for v in graph.arguments])
     results = written_results(program, out_specs, [of[v.id] for v in graph.results])
     specs = read_specs(logical, operands, results)
-    paths = [leaf.path for leaf in program.arguments] + [f"result/{leaf.path}" for leaf in program.results]
+    paths = [leaf.path for leaf in program.arguments] + [result_path(leaf) for leaf in program.results]
     pins = {path: spec for path, spec in zip(paths, specs, strict=True) if spec is not None}
     pinned = resolve_pins(program, logical, pins)
     analysis = analyse_for(program, logical, pinned)

@@ -45,6 +45,7 @@ def _used(eqn: Any, live: list[int]) -> list[bool]:
 
 # Not elementwise: what comes out at a place is not made of what was at that place.
 _MIXING = ("dot", "conv", "gather", "sort", "cum", "transpose", "rev", "reduce", "ragged", "triangular", "fft", "top_k")
+_ELEMENTWISE = ("convert_element_type", "reduce_precision")  # whatever their names begin with
 _IN_PLACE = ("scatter", "dynamic_update_slice")  # the first operand is what they change
 
 
@@ -105,7 +106,7 @@ def _sources(eqn: Any, k: int) -> list[Any]:
         return [operands[k]]
     if name.startswith(_IN_PLACE):
         return [operands[0]]
-    if name.startswith(_MIXING):
+    if name.startswith(_MIXING) and name not in _ELEMENTWISE:
         return []
     shape = eqn.outvars[k].aval.shape
     return [v for v in operands if getattr(v.aval, "shape", None) == shape]

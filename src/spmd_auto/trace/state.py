@@ -10,7 +10,8 @@ from typing import Any
 from spmd_auto import _compat
 from spmd_auto.trace.reach import reaches, updates
 
-_PARAMETERS = re.compile(r"(^|_)(params?|parameters|variables|frozen|model)(_|$)")
+# what an argument is called whose last word says so: ema_params, frozen, model_2; not model_inputs, frozen_batch
+_PARAMETERS = re.compile(r"(^|_)(params?|parameters|variables|frozen|model)(_state)?_?\d*$")
 
 
 class Role(enum.Enum):

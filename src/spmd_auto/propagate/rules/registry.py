@@ -30,6 +30,10 @@ for _family in (elementwise, shape, contraction, reduction, indexing, born, wind
     _TABLE.update(_family.RULES)
 _OWN = dict(_TABLE)
 
+# Split forms of these are written out on shards, by what their own rules say.
+WRITTEN_OUT = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "fft", "top_k"})
+WRITTEN_OUT |= {"gather", "scatter-add", "select_and_scatter_add", "slice", "pad", "split", "concatenate", "rev"}
+
 
 def register_rule(name: str, rule: RuleLike) -> None:
     """Adds or replaces the rule of a primitive, for all plans made from then on.
@@ -42,13 +46,23 @@ def register_rule(name: str, rule: RuleLike) -> None:
         register_rule("my_dot", "(i k),(k j)->(i j) reduction={k}")
         register_rule("my_map", lambda params, operands, results: "(i j)->(i j)" if params["flat"] else "(i -)->(i -)")
 
-    A wrong rule costs time and never correctness: the compiler keeps the program's meaning under any sharding.
+    A wrong rule costs time and never correctness: the compiler keeps the program's meaning under any sharding. So the
+    operations that this package itself writes out on shards keep their own rules (`WRITTEN_OUT`).
 
     Args:
       name: the primitive's name, as a jaxpr prints it (`primitive.name`).
       rule: a text in that grammar, or a function `(params, operand_shapes, result_shapes)` of the equation that
         returns such a text or a tuple of factors.
+
+    Raises:
+      RuleError: the primitive keeps its own rule.
     """
+    if name in WRITTEN_OUT:
+        raise RuleError(
+            f"register_rule({name!r}): this operation keeps its own rule",
+            "its split forms are written out on shards by hand; under another rule they would give wrong numbers",
+            ["pins={...} or with_sharding_constraint around the operation", "wrap it in a primitive of your own"],
+        )
     _TABLE[name] = rule
 
 
