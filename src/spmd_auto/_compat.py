@@ -116,6 +116,12 @@ def name_stack(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def own_shardings(eqn: Eqn, side: str) -> list[tuple[int, jax.sharding.NamedSharding]]:
+    """(position, sharding) of what a call inside a step was told: `in_shardings` or `out_shardings`."""
+    shardings = enumerate(eqn.params.get(side) or ())
+    return [(k, sharding) for k, sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding)]
+
+
 def is_transposed(eqn: Eqn) -> bool:
     """Whether reverse-mode differentiation made an equation: JAX says so on the name stack."""
     return any(
@@ -151,6 +157,15 @@ def itemsize(aval: Any) -> int:
         shape = getattr(getattr(dtype, "_impl", None), "key_shape", (2,))
         return 4 * int(np.prod(shape))
     return int(np.dtype(dtype).itemsize)
+
+
+def takes_compiled(dtype: Any) -> bool:
+    """Whether a compiled program (`jax.stages.Compiled`) takes arrays of a dtype.
+
+    JAX 0.10.2 doesn't note how elements of less than a byte are packed, and so refuses any such array; its own jit does
+    not compare layouts.
+    """
+    return is_extended(dtype) or jax.dtypes.itemsize_bits(dtype) >= 8
 
 
 def is_float(aval: Any) -> bool:

@@ -92,7 +92,7 @@ def lowered_with(program, mesh, name, placement):
     analysis = analyse(program)
     (site,) = [op.site for op in analysis.graph.ops if op.name == name]
     whole = [tuple(((),) * len(leaf.shape) for leaf in leaves) for leaves in (program.arguments, program.results)]
-    placements = Placements(mesh, {site: placement}, {}, frozenset(), {}, *whole)
+    placements = Placements(mesh, {site: placement}, {}, frozenset(), {}, {}, *whole)
     return lower_step(program, placements, mesh.build(), donate=False)
 
 
@@ -147,7 +147,7 @@ def test_convolution_split_over_space_and_features(devices):
 
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 4, 6, 24), (8, 4, 1, 3)))
-    pins = {"x": jax.P(None, None, "a", "b"), "w": jax.P("c"), "result/": jax.P(None, "c", "a", "b")}
+    pins = {"x": jax.P(None, None, "a", "b"), "w": jax.P("c"), "result": jax.P(None, "c", "a", "b")}
     plan = spmd_auto.plan(fn, x, w, mesh=toy_mesh(2, 2, 2), pins=pins)
     lowered = plan.lower_step(donate=False)
     out = lowered.compile()(*[jax.device_put(a, s) for a, s in zip((x, w), lowered.in_shardings, strict=True)])[0]

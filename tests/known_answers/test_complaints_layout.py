@@ -53,7 +53,7 @@ def test_reshard_that_xla_calls_involuntary_full_rematerialization(devices):
         return jnp.tanh(x) * 2
 
     x, mesh = A(16, 16, 16), toy_mesh(4, 2)
-    plan = spmd_auto.plan(fn, x, mesh=mesh, pins={"x": P("b", None, "a"), "result/": P(None, ("a", "b"))}, search=FAST)
+    plan = spmd_auto.plan(fn, x, mesh=mesh, pins={"x": P("b", None, "a"), "result": P(None, ("a", "b"))}, search=FAST)
     out, summary = executed(plan, x)
     assert plan.placements.arguments[0] == ((1,), (), (0,))
     assert plan.placements.results[0] == ((), (0, 1), ())
@@ -151,7 +151,7 @@ def test_a_priced_reshard_is_inserted(devices):
         return jnp.tanh(x @ params["w"])
 
     args = {"w": A(16, 16)}, A(16, 16)
-    pins = {"x": P("a"), "result/": P(None, "a")}
+    pins = {"x": P("a"), "result": P(None, "a")}
     plan = spmd_auto.plan(fn, *args, mesh=toy_mesh(8), pins=pins, search=FAST)
     out, summary = executed(plan, *args)
     predicted, found = plan.report.bytes_by_kind_and_axes(), summary.bytes_by_kind_and_axes()

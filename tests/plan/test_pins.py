@@ -200,3 +200,31 @@ def test_an_argument_called_result():
     program = trace(step, {"y": struct(8), "z": struct(8)})
     with pytest.raises(PinError, match="may mean the argument 'result/y' or a result"):
         resolve_pins(program, toy_mesh(2), {"result/y": P("a")})
+
+
+@pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
+def test_a_jit_inside_the_step_pins_what_it_says(devices, side):
+    """Priced, and the compiled program moves what the plan says."""
+    mesh = jax_mesh(2, 4)
+
+    def step(x):
+        return jax.jit(lambda y: y * 2, **{side: jax.NamedSharding(mesh, P(None, "data"))})(x) + 1
+
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    specs, plan = run(step, {"x": P("model"), "result": P("model")}, x)
+    assert specs == [P("model")]
+    assert plan.report.communication > 0
+    assert spmd_auto.verify(plan).equal
+    with pytest.raises(PinError, match=rf"{side} at .*test_pins.py.* uses the mesh axes \['data'\]"):
+        spmd_auto.plan(step, x, mesh=toy_mesh(8), search=FAST)
+
+
+def test_results_of_branches_lie_as_planned(devices):
+    def step(flag, x):
+        return jax.lax.cond(flag > 0, lambda x: x.T @ x, lambda x: x + 1, x)
+
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    specs, plan = run(step, {"x": P("data"), "result": P(None, "model")}, np.int32(1), x)
+    assert specs == [P(None, "model")]
+    ((placed,),) = plan.placements.branches.values()
+    assert placed == plan.mesh.spec(P(None, "model"), 2)

@@ -16,17 +16,23 @@ FREE = frozenset(LINKS) | {"broadcast_in_dim", "reshape", "transpose", "squeeze"
 
 
 def compute_seconds(
-    fractions: ShardFractions, op: Op, operand_specs: Sequence[Spec], result_specs: Sequence[Spec], pieces: int
+    fractions: ShardFractions,
+    op: Op,
+    operand_specs: Sequence[Spec],
+    result_specs: Sequence[Spec],
+    pieces: int,
+    edges: float = 1.0,
 ) -> tuple[float, float]:
     """(seconds, FLOP) of `op` on one device.
 
     Args:
       operand_specs, result_specs: how the local operation sees its arrays.
       pieces: into how many pieces its iteration space is split.
+      edges: FLOP of the largest piece over those of an average one.
     """
     chip = fractions.mesh.chip
     if op.flops:
-        flops = op.flops / pieces
+        flops = op.flops / pieces * edges
         moved = 0.0
         for value, spec in zip(op.operands, operand_specs, strict=True):
             moved += value.bytes * fractions[spec]

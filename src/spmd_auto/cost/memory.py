@@ -18,7 +18,7 @@ from spmd_auto.propagate.graph import Graph, Op
 from spmd_auto.trace import Role
 
 ROWS = 400  # moments kept after dominated ones are dropped
-_MATERIAL = ("sort", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "top_k", "while", "carry_out", "ys")
+_MATERIAL = ("sort", "cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod", "top_k", "carry_out", "ys")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

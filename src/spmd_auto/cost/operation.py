@@ -18,6 +18,7 @@ from spmd_auto.cost.reshard import ReshardTable
 from spmd_auto.mesh.collectives import ALL_REDUCE, REDUCE_SCATTER, Transfer, collective
 from spmd_auto.mesh.logical import LogicalMesh, Spec
 from spmd_auto.propagate.assignment import axis_places, make_spec
+from spmd_auto.propagate.convolution import edge_share
 from spmd_auto.propagate.factors import Kind, Rule
 from spmd_auto.propagate.graph import Op, Value
 
@@ -123,9 +124,6 @@ class OperationTable:
             assert found is not None  # no axis on any factor is always possible
             self._memo[key] = found
         return found
-
-    def _rate(self, op: Op) -> float:
-        return self.mesh.chip.flops_for(max(v.itemsize for v in op.operands[:2]))
 
     def _choices(self, op: Op, around: Around) -> Iterable[tuple[int | None, ...]]:
         return itertools.product(*[self._candidates(op, axis, around) for axis in range(len(self.mesh.sizes))])
@@ -237,7 +235,11 @@ class OperationTable:
         exchange = exchanges(self.mesh, self.reshards.fractions, op, arranged, targets, raws)
         if exchange is None:
             return None
-        seconds, flops = compute_seconds(self.reshards.fractions, op, targets, raws, pieces)
+        edges = 1.0
+        for index in {index for _, index in arranged if op.rule[index].halos and op.name == "conv_general_dilated"}:
+            lhs, rhs, out = op.operands[0].shape, op.operands[1].shape, op.results[0].shape
+            edges *= edge_share(op.eqn.params, lhs, rhs, out, dict(op.rule[index].operands)[0])
+        seconds, flops = compute_seconds(self.reshards.fractions, op, targets, raws, pieces, edges)
         return Layout(
             targets, raws, tuple(partial), exchange, seconds, flops, seconds + sum([t.seconds for t in exchange])
         )

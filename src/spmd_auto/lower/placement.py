@@ -8,7 +8,7 @@ partial sums a constraint can't express becomes a manual `shard_map` with staged
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from spmd_auto.cost.operation import ON_SHARDS, OpForm, stageable
 from spmd_auto.cost.pricer import Priced, Pricer
@@ -95,6 +95,7 @@ class Placements:
     sums: dict[Site, DeferredSum]  # by the root's site
     pending: frozenset[Site]  # leaves and what is between them and the root: evaluated at the root
     loops: dict[Site, LoopSpecs]
+    branches: dict[Site, tuple[Spec | None, ...]]  # results of a cond
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
     last: tuple[tuple[Spec, ...], ...] = ()  # per result the way to its spec, where it is the copy of another value
@@ -147,6 +148,7 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         sums,
         frozenset(pending),
         _loops(graph, own),
+        {site: _placed(results, own) for site, results in graph.branches.items()},
         tuple(own(v) for v in graph.arguments),
         tuple(own(v) for v in graph.results),
         tuple(pricer.reshards.path(copied[v.id], own(v)) if v.id in copied else () for v in graph.results),
@@ -290,15 +292,16 @@ def _steps(form: OpForm, stored: Spec) -> tuple[tuple[Step, ...], Spec]:
     return tuple(steps), tuple(tuple(axes) for axes in spec)
 
 
-def _loops(graph: Graph, own: Own) -> dict[Site, LoopSpecs]:
-    def specs(values: list[Value]) -> tuple[Spec | None, ...]:
-        return tuple(own(v) if v.placed else None for v in values)
+def _placed(values: Sequence[Value], own: Own) -> tuple[Spec | None, ...]:
+    return tuple(own(v) if v.placed else None for v in values)
 
+
+def _loops(graph: Graph, own: Own) -> dict[Site, LoopSpecs]:
     return {
         site: LoopSpecs(
-            specs(loop.body_in[loop.consts : loop.consts + loop.carries]),
-            specs(loop.body_out[: loop.carries]),
-            specs(loop.results),
+            _placed(loop.body_in[loop.consts : loop.consts + loop.carries], own),
+            _placed(loop.body_out[: loop.carries], own),
+            _placed(loop.results, own),
         )
         for site, loop in graph.loops.items()
     }

@@ -222,26 +222,27 @@ class Replay:
         if eqn.params.get("branches_platforms"):  # other platforms' branches must not be lowered at all
             return _compat.bind(eqn, operands)
         index, rest = operands[0], operands[1:]
+        results = self.placements.branches[site]
 
         def branch(k: int) -> Any:
             def run(*args: Any) -> list[Any]:
                 self._enter()
                 outs = self.run(eqn.params["branches"][k], args, (*site, k))
+                outs = [self._carried(x, spec) for x, spec in zip(outs, results, strict=True)]
                 self._leave()
                 return outs
 
             return run
 
-        return list(lax.switch(index, [branch(k) for k in range(len(eqn.params["branches"]))], *rest))
+        outs = lax.switch(index, [branch(k) for k in range(len(eqn.params["branches"]))], *rest)
+        return [self._carried(x, spec) for x, spec in zip(outs, results, strict=True)]
 
     def user_shardings(self, eqn: Any, side: str, values: list[Any]) -> list[Any]:
         """Values under the shardings that a jit inside the step was given."""
-        shardings = eqn.params.get(side) or ()
         out = list(values)
-        for k, sharding in enumerate(shardings):
-            if isinstance(sharding, NamedSharding):
-                sharding = self.of_user(sharding, _compat.source_line(eqn))
-                out[k] = lax.with_sharding_constraint(settled(out[k]), sharding)
+        for k, sharding in _compat.own_shardings(eqn, side):
+            sharding = self.of_user(sharding, _compat.source_line(eqn))
+            out[k] = lax.with_sharding_constraint(settled(out[k]), sharding)
         return out
 
     def user_constraint(self, eqn: Any, operand: Any) -> Any:

@@ -1,7 +1,7 @@
 """Devices: hardware profiles, tiers of links, the logical mesh, and the price of a collective."""
 
 from spmd_auto.mesh.hardware import Chip, Link, load_profile, profile_names
-from spmd_auto.mesh.logical import LogicalMesh, Spec, local_bytes, shard_fraction
+from spmd_auto.mesh.logical import LogicalMesh, Spec, shard_fraction
 from spmd_auto.mesh.tiers import Cluster, Tier, cluster, cluster_of, logical_mesh_of
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "cluster",
     "cluster_of",
     "load_profile",
-    "local_bytes",
     "logical_mesh_of",
     "profile_names",
     "shard_fraction",

@@ -54,8 +54,10 @@ def collective(
         the local buffer of an all-to-all or permute.
       latency: share of the latency that it pays; below 1 if XLA combines it with others.
     """
-    axes = tuple(sorted(axes))
+    axes = tuple(sorted(a for a in axes if mesh.sizes[a] > 1))  # nobody is sent anything along the others
     count = math.prod(mesh.sizes[a] for a in axes)
+    if count == 1:
+        return Transfer(kind, axes, 0.0, 0.0)
     if kind == PERMUTE:
         slow = min((mesh.links[a] for a in axes), key=lambda link: link.bandwidth)
         return Transfer(kind, axes, size, latency * slow.latency + size / slow.bandwidth)

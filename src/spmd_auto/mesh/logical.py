@@ -134,7 +134,3 @@ class ShardFractions(dict[Spec, float]):
     def __missing__(self, spec: Spec) -> float:
         self[spec] = fraction = shard_fraction(self.mesh, spec)
         return fraction
-
-
-def local_bytes(mesh: LogicalMesh, total: float, spec: Spec) -> float:
-    return total * shard_fraction(mesh, spec)

@@ -64,7 +64,7 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> Pinned:
                     "'result/' begins the path of what the step returns, and an argument is called result",
                     ["call the argument otherwise", "pin a part of its path that no result has"],
                 )
-            hits += [("result", i, program.results[i]) for i in matches(results, glob)]
+            hits += [("result", i, program.results[i]) for i in matches(results, glob.removesuffix("/"))]
         if not hits:
             near = difflib.get_close_matches(glob, arguments, n=3, cutoff=0.3) or arguments[:3]
             raise PinError(
@@ -77,7 +77,7 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> Pinned:
             found[side, i] = Pin(_spec_of(mesh, wanted, leaf.shape, source, f"leaf {leaf.path}"), source)
     _add_declared(program, mesh, found)
     for constraint in constraints_in(program.jaxpr):
-        source = f"with_sharding_constraint at {constraint.source}"
+        source = f"{constraint.written} at {constraint.source}"
         _check_mesh(mesh, constraint, source)
         spec = _spec_of(mesh, constraint.sharding.spec, constraint.shape, source, "value inside the step")
         found["inside", constraint.site] = Pin(spec, source)

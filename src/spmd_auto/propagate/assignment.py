@@ -11,11 +11,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
+from spmd_auto.mesh.logical import Spec
 from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.propagate.classes import ValueClass
 from spmd_auto.propagate.forms import Form
 
-Spec = tuple[tuple[int, ...], ...]
 PinnedSpec = tuple[tuple[int, ...] | None, ...]  # None: that dimension is free
 FormKey = tuple[int, Form]  # (parameter group, form)
 Split = tuple[int, int]  # (axis group, mesh axis)

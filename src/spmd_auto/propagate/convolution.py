@@ -33,6 +33,29 @@ def convolution_flops(
     return flops
 
 
+def edge_share(
+    params: Mapping[str, Any], lhs: tuple[int, ...], rhs: tuple[int, ...], out: tuple[int, ...], d: int
+) -> float:
+    """Multiply-adds of a piece in the middle of dimension `d` of the input, over those of a piece of average size.
+
+    At least 1: only pieces at the two ends meet zeros of padding, and every device runs the program of those between.
+    """
+    numbers = params["dimension_numbers"]
+    k = numbers.lhs_spec[2:].index(d)
+    size, dilation = lhs[d], params["lhs_dilation"][k]
+    sizes = {
+        "kernel": rhs[numbers.rhs_spec[2 + k]],
+        "out": out[numbers.out_spec[2 + k]],
+        "stride": params["window_strides"][k],
+        "dilation": dilation,
+        "kernel_dilation": params["rhs_dilation"][k],
+    }
+    pad = params["padding"][k][0]
+    reach = sizes["out"] * sizes["stride"] + sizes["kernel"] * sizes["kernel_dilation"] + abs(pad)
+    endless = meetings(size=size + 2 * reach, pad=pad - reach * dilation, **sizes)
+    return endless / max(1, meetings(size=size, pad=pad, **sizes))
+
+
 def meetings(*, size: int, kernel: int, out: int, stride: int, pad: int, dilation: int, kernel_dilation: int) -> int:
     """Pairs (output position, kernel position) of one dimension that fall on an element of the input."""
     # output position j meets the input where j * stride = pad - tap + dilation * (0, 1, ... size - 1)

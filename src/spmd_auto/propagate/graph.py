@@ -130,6 +130,7 @@ class Graph:
     arguments: list[Value] = dataclasses.field(default_factory=list)
     results: list[Value] = dataclasses.field(default_factory=list)
     loops: dict[Site, Loop] = dataclasses.field(default_factory=dict)
+    branches: dict[Site, list[Value]] = dataclasses.field(default_factory=dict)  # results of a cond
     by_site: dict[Site, Op] = dataclasses.field(default_factory=dict)
     roots: list[Value] = dataclasses.field(default_factory=list)
     unknown: dict[str, Unknown] = dataclasses.field(default_factory=dict)
@@ -217,7 +218,9 @@ class _Builder:
     def apply(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
         name = eqn.primitive.name
         if name in CALLS:
-            return self.run(_compat.call_jaxpr(eqn), operands, trips, site)
+            operands = self.constrained(eqn, "in_shardings", operands, trips, site)
+            results = self.run(_compat.call_jaxpr(eqn), operands, trips, site)
+            return self.constrained(eqn, "out_shardings", results, trips, site)
         expanded = _compat.expand(eqn)
         if expanded is not None:
             return self.run(expanded, operands, trips, site)
@@ -234,6 +237,14 @@ class _Builder:
             return results
         self.emit(name, operands, results, trips, site, None, eqn)
         return results
+
+    def constrained(self, eqn: Any, side: str, values: list[Value], trips: int, site: Site) -> list[Value]:
+        """The values of a call with shardings of its own: each is as if under a `with_sharding_constraint`."""
+        out = list(values)
+        for k, _ in _compat.own_shardings(eqn, side):
+            out[k] = self.copied(values[k])
+            self.link("sharding_constraint", values[k], out[k], 0, 0, trips, call_site(site, side, k))
+        return out
 
     def emit(
         self,
@@ -389,7 +400,7 @@ class _Builder:
     def cond(self, eqn: Any, operands: list[Value], trips: int, site: Site) -> list[Value]:
         """Every branch counts as taken: an upper bound of its price."""
         self.graph.roots.append(operands[0])
-        results = [self.value(v.aval) for v in eqn.outvars]
+        results = self.graph.branches[site] = [self.value(v.aval) for v in eqn.outvars]
         outer = self.loop
         for k, branch in enumerate(eqn.params["branches"]):
             self.loop = (*outer, (*site, k))
@@ -413,6 +424,11 @@ CONTROL: dict[str, Callable[[_Builder, Any, list[Value], int, Site], list[Value]
 }
 
 
+def call_site(site: Site, side: str, k: int) -> Site:
+    """Where the sharding that a call gives its k-th operand or result stands: no equation is there."""
+    return (*site, -1 - 2 * k - (side == "out_shardings"))
+
+
 def _priced(eqn: Any) -> tuple[Any, ...]:
     """Parameters that a price reads beside shapes and rule: where the blocks of a split dimension go, how rows are
     indexed."""
@@ -423,7 +439,7 @@ def _priced(eqn: Any) -> tuple[Any, ...]:
 
 def _flops(name: str, eqn: Any, operands: Sequence[Value], results: Sequence[Value]) -> int:
     """Multiply-adds count two; only contractions count (the rest is bound by memory)."""
-    if name == "dot_general":
+    if name in ("dot_general", "scaled_dot"):
         (contract, _), _ = eqn.params["dimension_numbers"]
         return 2 * math.prod(results[0].shape) * math.prod(operands[0].shape[d] for d in contract)
     if name == "ragged_dot_general" or name == "ragged_dot":

@@ -9,17 +9,19 @@ from typing import Any
 import jax
 
 from spmd_auto import _compat
-from spmd_auto.propagate.graph import CALLS, Site
+from spmd_auto.propagate.graph import CALLS, Site, call_site
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """One constraint: the site of its equation, its sharding, the shape of the value, the user's source line."""
+    """One constraint: the site of its equation, its sharding, the shape of the value, the user's source line, and what
+    was written there."""
 
     site: Site
     sharding: jax.sharding.NamedSharding
     shape: tuple[int, ...]
     source: str
+    written: str = "with_sharding_constraint"
 
 
 def constraints_in(jaxpr: Any, site: Site = ()) -> Iterator[Constraint]:
@@ -30,6 +32,10 @@ def constraints_in(jaxpr: Any, site: Site = ()) -> Iterator[Constraint]:
             sharding = eqn.params["sharding"]
             if isinstance(sharding, jax.sharding.NamedSharding):
                 yield Constraint(here, sharding, tuple(eqn.outvars[0].aval.shape), _compat.source_line(eqn))
+        for side, values in (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars)):
+            for k, sharding in _compat.own_shardings(eqn, side) if eqn.primitive.name in CALLS else ():
+                shape = tuple(values[k].aval.shape)
+                yield Constraint(call_site(here, side, k), sharding, shape, _compat.source_line(eqn), side)
         for inner, below in _bodies(eqn, here):
             yield from constraints_in(inner, below)
 
