@@ -426,3 +426,19 @@ def test_local_changes_of_a_dictionary_are_nobodys_business():
     batch = {"x": X}
     assert np.isfinite(float(spmd_auto.auto_shard(step, search=FAST)(W, batch)))
     assert list(batch) == ["x"]
+
+
+def test_a_dimension_that_nothing_divides_is_said_to_stay_whole(devices):
+    def step(params, tokens):
+        h = params["table"][tokens] @ params["head"]
+        return jax.nn.logsumexp(h, axis=-1).mean()
+
+    params = {"table": np.ones((57, 16), np.float32), "head": np.ones((16, 57), np.float32)}
+    plan = spmd_auto.plan(step, params, np.zeros((8, 12), np.int32), mesh=toy_mesh(2, 4), search=FAST)
+    assert (
+        "dimension 0 is vocab, whole: no mesh axis divides 57; padded to 58 it could be split over a"
+        in plan.explain("params/table")
+    )
+    (row,) = [line for line in plan.explain().splitlines() if "vocab" in line]
+    assert "57" in row
+    assert "whole, nothing divides it" in row

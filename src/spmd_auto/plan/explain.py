@@ -111,7 +111,12 @@ def axis_table(plan: Plan) -> Table:
                 _signed(choice.saves_memory, size),
             )
             if choice
-            else ("whole", "", "", "")
+            else (
+                "whole, nothing divides it" if _nearest(plan, plan.analysis.axes.size[group]) else "whole",
+                "",
+                "",
+                "",
+            )
         )
         table.add_row(name, str(plan.analysis.axes.size[group]), *cells)
     for choice in done.values():
@@ -125,6 +130,14 @@ def axis_table(plan: Plan) -> Table:
                 _signed(choice.saves_memory, size),
             )
     return table
+
+
+def _nearest(plan: Plan, elements: int) -> tuple[int, str] | None:
+    """A dimension that no mesh axis divides stays whole: the nearest longer one that could be split, and over what."""
+    axes = [(n, name) for n, name in zip(plan.mesh.sizes, plan.mesh.names, strict=True) if n > 1]
+    if elements == 1 or not axes or any(elements % n == 0 for n, _ in axes):
+        return None
+    return min((-(-elements // n) * n, name) for n, name in axes)
 
 
 def _signed(x: float, show: Any) -> str:
@@ -221,6 +234,9 @@ def explain_leaf(plan: Plan, path: str) -> str:
             how = f"ZeRO over {'+'.join(by_zero)}" if by_zero else f"{name} is split over {to} everywhere"
             lines.append(f"  dimension {dim} is {name}, over {to}: {how}")
         else:
+            near = _nearest(plan, leaf.shape[dim])
             why = "the stacking dimension of a scan" if group in plan.analysis.stacked else "not split by this plan"
+            if near is not None and group not in plan.analysis.stacked:
+                why = f"no mesh axis divides {leaf.shape[dim]}; padded to {near[0]} it could be split over {near[1]}"
             lines.append(f"  dimension {dim} is {name}, whole: {why}")
     return "\n".join(lines) + "\n"
