@@ -103,6 +103,7 @@ def axis_table(plan: Plan) -> Table:
         if name not in done and group not in on_arguments:
             continue
         choice = done.get(name)
+        whole = "whole, nothing divides it" if _nearest(plan, plan.analysis.axes.size[group]) else "whole"
         cells = (
             (
                 choice.given,
@@ -111,12 +112,7 @@ def axis_table(plan: Plan) -> Table:
                 _signed(choice.saves_memory, size),
             )
             if choice
-            else (
-                "whole, nothing divides it" if _nearest(plan, plan.analysis.axes.size[group]) else "whole",
-                "",
-                "",
-                "",
-            )
+            else (whole, "", "", "")
         )
         table.add_row(name, str(plan.analysis.axes.size[group]), *cells)
     for choice in done.values():
