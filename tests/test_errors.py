@@ -406,6 +406,102 @@ def test_an_object_of_the_users_changed_in_place_and_not_returned():
         spmd_auto.plan(changes, Box(jnp.ones(8)), jnp.ones(8), mesh=toy_mesh(2))
 
 
+# ---- options of the decorator -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [3, jax.P("a"), dict])
+def test_decorating_what_is_no_function(wrong):
+    with refused(TraceError, what=f"auto_shard of a {type(wrong).__name__}", why="a step", fixes="auto_shard(step)"):
+        spmd_auto.auto_shard(wrong)
+
+
+@pytest.mark.parametrize("mesh", [jax.sharding.AbstractMesh((2,), ("a",)), toy_mesh(2), spmd_auto.cluster("h100")])
+def test_a_mesh_given_as_the_function(mesh):
+    with refused(TraceError, what=f"auto_shard of a {type(mesh).__name__}", fixes="auto_shard(mesh=...)(step)"):
+        spmd_auto.auto_shard(mesh)
+
+
+def test_a_jax_mesh_given_as_the_function(devices):
+    """It can be called: it is a decorator itself."""
+    with refused(TraceError, what="auto_shard of a Mesh", fixes="auto_shard(mesh=...)(step)"):
+        spmd_auto.auto_shard(jax.sharding.Mesh(devices, ("a",)))
+
+
+@pytest.mark.parametrize("donate", [0, "state", (0,), None])
+def test_donating_named_arguments(donate):
+    with refused(StrategyError, what=f"donate={donate!r}", why="is found", fixes=("donate=True", "donate=False")):
+        spmd_auto.auto_shard(step, donate=donate)
+
+
+@pytest.mark.parametrize("option", ["quiet", "cache"])
+def test_a_switch_that_is_neither_on_nor_off(option):
+    with refused(StrategyError, what=f"{option}='no'", why="on or off", fixes=f"{option}=False"):
+        spmd_auto.auto_shard(step, **{option: "no"})
+
+
+@pytest.mark.parametrize("option", ["donate_argnums", "donate_argnames", "in_shardings", "out_shardings"])
+def test_options_of_jit(option):
+    fix = "pins=" if "shardings" in option else "donate=True"
+    with refused(StrategyError, what=f"auto_shard has no {option}", why="jax.jit", fixes=fix):
+        spmd_auto.auto_shard(**{option: None})
+
+
+def test_limits_of_a_search_that_are_none():
+    with refused(StrategyError, what="search=500 is a int", fixes="SearchOptions(states=500)"):
+        spmd_auto.auto_shard(step, search=500)
+
+
+@pytest.mark.parametrize("option", [{"static_argnums": "batch"}, {"static_argnums": 1.5}, {"static_argnames": 1}])
+def test_static_arguments_named_by_something_else(option):
+    [(name, value)] = option.items()
+    with refused(TraceError, what=f"{name}={value!r}", why="as in jit", fixes=f"{name}="):
+        spmd_auto.auto_shard(step, **option)
+
+
+def test_a_local_argument_named_by_something_else():
+    with refused(TraceError, what="local=1", why="names", fixes='local="batch"'):
+        spmd_auto.auto_shard(step, local=1)
+
+
+def test_pins_of_a_decorated_step_that_are_no_dictionary():
+    with refused(PinError, what="pins is a str", fixes="pins={"):
+        spmd_auto.auto_shard(step, pins="model")
+
+
+@pytest.mark.parametrize("like", [step, 3, jax.jit(step)])
+def test_following_what_is_no_decorated_step(like):
+    with refused(StrategyError, what=f"is a {type(like).__name__}", why="known to that step", fixes="like=train_step"):
+        spmd_auto.auto_shard(step, like=like)
+
+
+def test_following_a_step_on_another_mesh(devices):
+    """Its state lies there: the devices could not even run one program on both."""
+    theirs = jax.sharding.Mesh(np.array(devices).reshape(2, 4), ("data", "model"))
+    ours = jax.sharding.Mesh(devices[:4], ("data",))
+    train = spmd_auto.auto_shard(step, mesh=theirs)
+
+    def evaluate(state, batch):
+        return jnp.mean(batch["x"])
+
+    with refused(MeshError, what="evaluate has a mesh of its own", why="mesh of step (Mesh(", fixes="leave mesh= out"):
+        spmd_auto.auto_shard(evaluate, like=train, mesh=ours)
+    with refused(MeshError, why="mesh of step (none", fixes="give step the mesh"):
+        spmd_auto.auto_shard(evaluate, like=spmd_auto.auto_shard(step), mesh=ours)
+    follows = spmd_auto.auto_shard(evaluate, like=train)
+    with refused(MeshError, what="like=evaluate", why="mesh of evaluate (Mesh("):
+        spmd_auto.auto_shard(lambda state, batch: 0.0, like=follows, mesh=ours)
+
+
+def test_an_abstract_mesh_of_hosts_that_are_not_full():
+    with refused(
+        MeshError,
+        what=("AbstractMesh of 12 devices", "a=3, b=4", "8 cpu"),
+        why="12 do not fill hosts",
+        fixes='spmd_auto.cluster("cpu", per_host=12).mesh(a=3, b=4)',
+    ):
+        spmd_auto.plan(step, state(), batch(), mesh=jax.sharding.AbstractMesh((3, 4), ("a", "b")))
+
+
 # ---- the list -----------------------------------------------------------------------------------
 
 

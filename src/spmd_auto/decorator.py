@@ -7,15 +7,13 @@ import functools
 import logging
 import sys
 import threading
-import types
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import jax
 
 from spmd_auto import _compat
-from spmd_auto.errors import BatchError, LoweringError
+from spmd_auto.errors import BatchError, LoweringError, StrategyError
 from spmd_auto.lower import LoweredStep
 from spmd_auto.mesh import LogicalMesh
 from spmd_auto.plan.make import MeshLike
@@ -27,14 +25,15 @@ from spmd_auto.runtime.find import find_plan
 from spmd_auto.runtime.follow import frozen_pins, no_longer_split
 from spmd_auto.runtime.group import Group, group_of
 from spmd_auto.runtime.leaves import leaf_type, place, without_aliases
+from spmd_auto.runtime.methods import Bound, Method, OfInstances
+from spmd_auto.runtime.options import Ragged, check_function, check_names, check_options, followed_mesh
 from spmd_auto.runtime.processes import compile_together, failing_together
 from spmd_auto.runtime.start import Creation
 from spmd_auto.search.beam import SearchOptions
 from spmd_auto.trace import Call, objects, static_arguments, take_apart, trace
+from spmd_auto.trace.calls import argument_names
 
 logger = logging.getLogger("spmd_auto")
-
-Ragged = Literal["replicate", "refuse"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -44,6 +43,7 @@ class _Entry:
     plan: Plan
     lowered: LoweredStep | None = None
     compared: bool = False  # the first call's arrays, between processes
+    ahead_of_time: bool = True  # calls run the compiled program itself; False: they leave it to jit
 
 
 class AutoSharded:
@@ -60,24 +60,35 @@ class AutoSharded:
         donate: bool = True,
         static_argnums: int | Sequence[int] = (),
         static_argnames: str | Sequence[str] = (),
-        like: AutoSharded | None = None,
+        like: AutoSharded | Bound | None = None,
         ragged: Ragged = "replicate",
         local: str | Sequence[str] = (),
         cache: bool = True,
         quiet: bool = False,
     ):
+        check_function(fn)
         functools.update_wrapper(self, fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a partial or a callable object has none
-        if ragged not in ("replicate", "refuse"):
-            raise BatchError(
-                f"ragged={ragged!r}",
-                "a batch that can't be split as the first one was is computed whole on each device, or refused",
-                ['ragged="replicate"', 'ragged="refuse"'],
-            )
+        like = _step_of(like)
+        self._options: dict[str, Any] = {
+            "mesh": mesh,
+            "pins": pins,
+            "memory": memory,
+            "search": search,
+            "donate": donate,
+            "static_argnums": static_argnums,
+            "static_argnames": static_argnames,
+            "like": like,
+            "ragged": ragged,
+            "local": local,
+            "cache": cache,
+            "quiet": quiet,
+        }
+        check_options(self._options)
         self._fn = fn
-        self._mesh, self._pins, self._memory, self._search = mesh, dict(pins or {}), memory, search
+        self._mesh = mesh if like is None else followed_mesh(self.__name__, mesh, like.__name__, like._mesh)
+        self._pins, self._memory, self._search = dict(pins or {}), memory, search
         self._donate = donate
-        self._static = (static_argnums, static_argnames)
         self._static_argnums, self._static_argnames = static_arguments(fn, static_argnums, static_argnames)
         self._like, self._cache, self._quiet = like, cache, quiet
         self._ragged: Ragged = ragged
@@ -86,42 +97,29 @@ class AutoSharded:
         self._jax_meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
         self._moved = False
         self._lock = threading.RLock()
-        self._bound: weakref.WeakKeyDictionary[Any, AutoSharded] = weakref.WeakKeyDictionary()
+        self._of_instances = OfInstances()
 
-    def __get__(self, instance: Any, owner: type | None = None) -> AutoSharded | _Bound:
+    def __get__(self, instance: Any, owner: type | None = None) -> AutoSharded | Bound:
         """A decorated method: an object that is no pytree is closed over (and planned for once), as jit would have it
         with a static `self`; a module is the first argument."""
-        if instance is None:
+        if instance is None or isinstance(self._fn, staticmethod):
             return self
+        if objects.is_object(instance) or not jax.tree_util.all_leaves([instance]):
+            return Bound(self, instance, (instance,))
         with self._lock:
-            found = self._bound.get(instance) if _is_weak(instance) else None
+            found = self._of_instances.get(instance)
             if found is None:
-                if objects.is_object(instance) or not jax.tree_util.all_leaves([instance]):
-                    return _Bound(self, instance)
-                found = self._copy(types.MethodType(self._fn, instance))
-                if _is_weak(instance):
-                    self._bound[instance] = found
-            return found
+                found = AutoSharded(Method(self._fn, instance), **self._options | self._static_without_self())
+                self._of_instances.put(instance, found)
+        return Bound(found, instance)
 
-    def _copy(self, fn: Callable[..., Any]) -> AutoSharded:
-        numbers, names = self._static
-        if isinstance(numbers, int):
-            numbers = (numbers,)
-        return AutoSharded(
-            fn,
-            mesh=self._mesh,
-            pins=self._pins,
-            memory=self._memory,
-            search=self._search,
-            donate=self._donate,
-            static_argnums=tuple(n - 1 if n > 0 else n for n in numbers),  # counted with self
-            static_argnames=names,
-            like=self._like,
-            ragged=self._ragged,
-            local=self._local,
-            cache=self._cache,
-            quiet=self._quiet,
-        )
+    def _static_without_self(self) -> dict[str, Any]:
+        """Static arguments of the bound method; `static_argnums=0`, as with jit, is the object itself."""
+        first = argument_names(self._fn, 1)[0]
+        return {
+            "static_argnums": tuple(n - 1 if n > 0 else n for n in self._static_argnums if n != 0),
+            "static_argnames": tuple(name for name in self._static_argnames if name != first),
+        }
 
     # ---- planning -----------------------------------------------------------------------------
 
@@ -165,8 +163,16 @@ class AutoSharded:
         mesh, pins = self._mesh, dict(self._pins)
         first = self._first_plan()
         if first is not None:  # the state's specs are frozen by the first plan
-            mesh = first.mesh
+            mesh = first.mesh if first.devices is None else first.mesh.build(first.devices)
             pins = frozen_pins(first, program) | pins  # the user's own pins come last: they win
+        elif self._like is not None and not self._quiet:
+            logger.warning(
+                "%s is planned before %s, whose state it uses: the state is moved if that one wants it elsewhere; plan "
+                "or init %s first",
+                self.__name__,
+                self._like.__name__,
+                self._like.__name__,
+            )
         with report.progress(self.__name__, self._quiet) as progress:
             plan = find_plan(
                 program,
@@ -206,29 +212,22 @@ class AutoSharded:
 
     def _group(self) -> Group | None:
         """The processes that run the step, if there are several."""
-        if isinstance(self._mesh, jax.sharding.Mesh) or self._like is None:
-            return group_of(self._mesh)
-        return self._like._group()
+        return group_of(self._mesh)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return with_local_rows(self._fn, self._local, self._group(), args, kwargs) if self._local else (args, kwargs)
 
     def _jax_mesh(self, plan: Plan) -> jax.sharding.Mesh:
-        if isinstance(self._mesh, jax.sharding.Mesh):
-            return jax.sharding.Mesh(
-                self._mesh.devices, self._mesh.axis_names, axis_types=_compat.axis_types_auto(self._mesh.devices.ndim)
-            )
-        if self._like is not None:
-            return self._like._jax_mesh(plan)
         found = self._jax_meshes.get(plan.mesh)
         if found is None:
-            found = self._jax_meshes[plan.mesh] = plan.mesh.build()
+            found = self._jax_meshes[plan.mesh] = plan.mesh.build(plan.devices)
         return found
 
     def _lowered(self, entry: _Entry) -> LoweredStep:
         with self._lock:
             if entry.lowered is None:
                 entry.lowered = entry.plan.lower_step(self._jax_mesh(entry.plan), self._donate)
+                entry.ahead_of_time = all(_compat.takes_compiled(aval.dtype) for aval in entry.lowered.abstract)
             return entry.lowered
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoweredStep:
@@ -241,7 +240,7 @@ class AutoSharded:
         return self._step(args, kwargs).lower()
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.stages.Compiled` of the planned step, the one that calls run."""
+        """`jax.stages.Compiled` of the planned step: the one that calls run, but for arguments of less than a byte."""
         return self._compiled(self._step(args, kwargs))
 
     def _compiled(self, lowered: LoweredStep) -> Any:
@@ -283,10 +282,17 @@ class AutoSharded:
                 return entry.plan.program.returned.put_back(lowered.jitted(*call.leaves), call.leaves)
             self._compare(entry, call)
             placed = self._place(call, entry.plan, lowered)
-            if _compat.is_set("jax_debug_nans") or _compat.is_set("jax_debug_infs"):
-                return entry.plan.program.returned.put_back(lowered.jitted(*placed), placed)  # JAX itself then looks
-            compiled = self._compiled(lowered)
-            return entry.plan.program.returned.put_back(compiled(*placed), placed)
+            return entry.plan.program.returned.put_back(self._run(entry, lowered, placed), placed)
+
+    def _run(self, entry: _Entry, lowered: LoweredStep, placed: list[Any]) -> Any:
+        looks = _compat.is_set("jax_debug_nans") or _compat.is_set(
+            "jax_debug_infs"
+        )  # JAX itself looks, in its own call
+        if not looks and entry.ahead_of_time:
+            return self._compiled(lowered)(*placed)
+        if self._group() is not None:
+            self._compiled(lowered)  # the processes compare their programs before they run them
+        return lowered.jitted(*placed)
 
     def _place(self, call: Call, plan: Plan, lowered: LoweredStep) -> list[Any]:
         placed = []
@@ -338,38 +344,20 @@ class AutoSharded:
         return creation.run(plan.specs, self._jax_mesh(plan), shapes, self._group())
 
 
-class _Bound:
-    """A decorated method of a module: the module is the step's first argument."""
+def _step_of(like: Any) -> AutoSharded | None:
+    """The step that another one follows.
 
-    def __init__(self, step: AutoSharded, instance: Any):
-        functools.update_wrapper(self, step)
-        self._step, self._instance = step, instance
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self._instance, *args, **kwargs)
-
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        return self._step.plan(self._instance, *args, **kwargs)
-
-    def explain(self, *args: Any, path: str | None = None, **kwargs: Any) -> str:
-        if not args and not kwargs:
-            return self._step.explain(path=path)
-        return self._step.explain(self._instance, *args, path=path, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step.lower(self._instance, *args, **kwargs)
-
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step.compile(self._instance, *args, **kwargs)
-
-
-def _is_weak(x: Any) -> bool:
-    try:
-        weakref.ref(x)
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    Raises:
+      StrategyError: it is no decorated step.
+    """
+    like = like.step if isinstance(like, Bound) else like
+    if like is None or isinstance(like, AutoSharded):
+        return like
+    raise StrategyError(
+        f"like={getattr(like, '__name__', like)!r} is a {type(like).__name__}",
+        "the state of another auto_shard'ed step is followed: where it lies is known to that step",
+        ["like=train_step, the name that the decorated step has", "pins=plan.specs to follow a plan"],
+    )
 
 
 @overload
@@ -385,7 +373,7 @@ def auto_shard(
     donate: bool = True,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    like: AutoSharded | None = None,
+    like: AutoSharded | Bound | None = None,
     ragged: Ragged = "replicate",
     local: str | Sequence[str] = (),
     cache: bool = True,
@@ -395,13 +383,15 @@ def auto_shard(fn: Any = None, **options: Any) -> Any:
     """Spreads a step written for one device over all devices.
 
     Args:
-      mesh: a jax Mesh whose axes are to be used, a `spmd_auto.cluster(...)`, or None: the devices at hand.
+      mesh: a jax Mesh (or AbstractMesh) whose axes are to be used, a `spmd_auto.cluster(...)`, or None: the devices at
+        hand.
       pins: tree-path glob -> PartitionSpec, never overridden.
       memory: bytes per device that a plan may need (default: what the chip has).
       search: limits of the search.
-      donate: give the old state's buffers to the new one (as `donate_argnums` of jit).
+      donate: give the old state's buffers to the new one, as jit does with what `donate_argnums` names. Nothing has to
+        be named: what a result takes the place of is known. False: nothing is given away.
       static_argnums, static_argnames: arguments that are not arrays, as in jit.
-      like: another `auto_shard`ed step whose state this one uses (an evaluation step).
+      like: another `auto_shard`ed step whose state this one uses (an evaluation step), and on whose mesh it runs.
       ragged: what becomes of a later batch whose size can't be split as the first one's was: "replicate" computes it
         whole on each device, with a warning; "refuse" raises `BatchError`.
       local: names of arguments of which each of several processes passes its own rows (of dimension 0, the same number
@@ -409,7 +399,13 @@ def auto_shard(fn: Any = None, **options: Any) -> Any:
       cache: keep the plan on disk, and take one that an earlier run kept for the same program instead of searching (in
         `$SPMD_AUTO_CACHE`, or `~/.cache/spmd_auto`; `SPMD_AUTO_PLAN_CACHE=off` turns it off for all steps).
       quiet: no notices and no progress.
+
+    Raises:
+      TraceError: no function, or arguments named that it does not have.
+      StrategyError, PinError, BatchError: an option that means nothing.
+      MeshError: `like` and another mesh than that step's.
     """
+    check_names(options)
     if fn is None:
         return lambda f: AutoSharded(f, **options)
     return AutoSharded(fn, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 
 import jax
 import numpy as np
@@ -83,6 +84,24 @@ def test_mesh_of_a_jax_mesh_keeps_axes_names_and_order(devices):
     assert (logical.names, logical.sizes) == (("x", "y", "z"), (4, 1, 2))
     assert logical.chip.platform == "cpu"
     assert cluster_of(devices[:3]).device_count == 3
+
+
+@pytest.mark.parametrize(("sizes", "hosts"), [((2, 4), 1), ((4,), 1), ((1,), 1), ((4, 8), 4), ((2, 16), 4)])
+def test_mesh_of_an_abstract_mesh_is_of_chips_like_those_at_hand(sizes, hosts):
+    """Planning needs no devices: only what kind they are."""
+    abstract = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
+    logical = logical_mesh_of(abstract)
+    expected = spmd_auto.cluster("cpu", hosts=hosts, per_host=math.prod(sizes) // hosts)
+    assert logical == expected.mesh(**dict(zip(abstract.axis_names, sizes, strict=True)))
+
+
+def test_an_abstract_torus_is_not_guessed(monkeypatch):
+    chip = types.SimpleNamespace(device_kind="TPU v5 lite", process_index=0)
+    monkeypatch.setattr(jax, "devices", lambda: [chip] * 4)
+    assert logical_mesh_of(jax.sharding.AbstractMesh((4,), ("x",))).chip.name == "v5e"
+    with pytest.raises(MeshError, match="form a torus") as caught:
+        logical_mesh_of(jax.sharding.AbstractMesh((4, 4), ("x", "y")))
+    assert 'spmd_auto.cluster("v5e", topology=...).mesh(x=4, y=4)' in caught.value.fixes[0]
 
 
 # ---- specs ----------------------------------------------------------------------------------------------

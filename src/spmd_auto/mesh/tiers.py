@@ -178,9 +178,38 @@ def cluster_of(devices: list[Any] | None = None) -> Cluster:
     return Cluster(profile.chip, (Tier("host", hosts, profile.between or link), inner))
 
 
-def logical_mesh_of(mesh: jax.sharding.Mesh) -> LogicalMesh:
-    """The logical mesh of a jax Mesh that the user gave: its axes, names and order are kept."""
-    devices = list(mesh.devices.flat)
-    known = cluster_of(devices)
-    sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-    return known.mesh(**{str(name): int(size) for name, size in sizes.items()})
+def logical_mesh_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> LogicalMesh:
+    """The logical mesh of a jax Mesh that the user gave: its axes, names and order are kept.
+
+    An AbstractMesh names no devices: they are taken for chips like those at hand, on full hosts.
+
+    Raises:
+      MeshError: an AbstractMesh whose links can't be told from the devices at hand.
+    """
+    sizes = {str(name): int(size) for name, size in mesh.shape.items()}
+    known = cluster_of(list(mesh.devices.flat)) if isinstance(mesh, jax.sharding.Mesh) else _like_at_hand(sizes)
+    return known.mesh(**sizes)
+
+
+def _like_at_hand(sizes: Mapping[str, int]) -> Cluster:
+    """A cluster of as many chips like those at hand."""
+    devices = jax.devices()
+    count = math.prod(sizes.values())
+    if count == len(devices):
+        return cluster_of(devices)
+    name = profile_of_device(devices[0])
+    profile = load_profile(name)
+    hosts, rest = divmod(count, profile.per_host)
+    if not profile.torus and hosts <= 1 and (hosts == 0 or not rest):
+        return cluster(name, per_host=count)
+    if not profile.torus and not rest:
+        return cluster(name, hosts=hosts, per_host=profile.per_host)
+    places = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    shape = "topology=..." if profile.torus else f"per_host={count}"
+    raise MeshError(
+        f"an AbstractMesh of {count} devices ({places}), {len(devices)} {name} are at hand",
+        f"{name} chips form a torus: how many of them are linked is not said by their number"
+        if profile.torus
+        else f"a host has {profile.per_host} {name}, {count} do not fill hosts",
+        [f'spmd_auto.cluster("{name}", {shape}).mesh({places})', "a jax Mesh of the devices themselves"],
+    )

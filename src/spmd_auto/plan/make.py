@@ -26,7 +26,7 @@ from spmd_auto.trace import Program, Role, trace
 # Share of a chip's memory that a plan may fill: the allocators of XLA keep the rest.
 USABLE = 0.92
 
-MeshLike = LogicalMesh | Cluster | jax.sharding.Mesh | None
+MeshLike = LogicalMesh | Cluster | jax.sharding.Mesh | jax.sharding.AbstractMesh | None
 Progress = Callable[[str], None]
 
 
@@ -34,7 +34,7 @@ def candidate_meshes(mesh: MeshLike) -> list[LogicalMesh]:
     """Logical meshes to search: the one given, or those that a cluster offers (default: this process' devices)."""
     if isinstance(mesh, LogicalMesh):
         return [mesh]
-    if isinstance(mesh, jax.sharding.Mesh):
+    if isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         return [logical_mesh_of(mesh)]
     if mesh is None:
         mesh = cluster_of()
@@ -83,7 +83,8 @@ def make_plan(
     """Searches the best plan for a program.
 
     Args:
-      mesh: a jax Mesh or logical mesh (axes kept), a cluster (axes searched), or None for the devices at hand.
+      mesh: a jax Mesh, AbstractMesh or logical mesh (axes kept), a cluster (axes searched), or None for the devices at
+        hand.
       pins: tree-path glob -> PartitionSpec.
       memory: bytes per device; default 92 % of the chip's, no limit on the CPU.
 
@@ -159,7 +160,7 @@ def _does_not_fit(plan: Plan) -> MemoryBudgetError:
 
 def price_strategy(
     program: Program,
-    mesh: LogicalMesh | jax.sharding.Mesh,
+    mesh: LogicalMesh | jax.sharding.Mesh | jax.sharding.AbstractMesh,
     assignment: Assignment | Mapping[str, str | Sequence[str]],
     *,
     zero: int = 0,
@@ -239,7 +240,7 @@ def plan(
 def price(
     step: Callable[..., Any],
     *args: Any,
-    mesh: LogicalMesh | jax.sharding.Mesh,
+    mesh: LogicalMesh | jax.sharding.Mesh | jax.sharding.AbstractMesh,
     assignment: Mapping[str, str | Sequence[str]],
     zero: int = 0,
     zero_axes: Sequence[str] = (),

@@ -50,6 +50,8 @@ def local_names(fn: Callable[..., Any], local: str | Sequence[str]) -> tuple[str
     Raises:
       TraceError: the function has no such argument.
     """
+    if not isinstance(local, (str, Sequence)):
+        raise TraceError(f"local={local!r}", "it has names of the step's arguments", ['local="batch"'])
     names = (local,) if isinstance(local, str) else tuple(local)
     try:
         known = list(inspect.signature(fn).parameters)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,10 +49,10 @@ def static_arguments(
     and an argument named by the one and passed as the other.
 
     Raises:
-      TraceError: a name or position that the function does not have.
+      TraceError: a name or position that the function does not have, or something that is neither.
     """
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    names = [argnames] if isinstance(argnames, str) else list(argnames)
+    numbers = _several("static_argnums", argnums, int)
+    names = _several("static_argnames", argnames, str)
     if not numbers and not names:
         return (), ()
     try:
@@ -84,6 +84,19 @@ def static_arguments(
     more_names = [positional[n] for n in numbers if n < len(positional) and positional[n] in by_name]
     more_numbers = [positional.index(name) for name in names if name in positional]
     return tuple(dict.fromkeys(numbers + more_numbers)), tuple(dict.fromkeys(names + more_names))
+
+
+def _several(option: str, given: Any, kind: type) -> list[Any]:
+    out = [given] if isinstance(given, (str, int)) or not isinstance(given, Iterable) else list(given)
+    for entry in out:
+        if not isinstance(entry, kind):
+            example = "1" if kind is int else '"mode"'
+            raise TraceError(
+                f"{option}={given!r}",
+                f"an argument is named there by its {'position' if kind is int else 'name'}, as in jit",
+                [f"{option}={example}", f"{option}=({example},) for several"],
+            )
+    return out
 
 
 def leaves_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:

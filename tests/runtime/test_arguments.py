@@ -1,0 +1,126 @@
+"""Arguments of unusual types, and options that say where they lie."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import AbstractMesh
+
+import spmd_auto
+from spmd_auto.search import SearchOptions
+
+FAST = SearchOptions(states=50)
+sharded = functools.partial(spmd_auto.auto_shard, search=FAST)
+
+
+# ---- elements of less than a byte ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float4_e2m1fn", "float8_e4m3fn"])
+def test_elements_of_less_than_a_byte(dtype, kind):
+    """Quantised weights: JAX 0.10.2's compiled programs refuse them ("input layouts disagree"), its jit does not."""
+
+    def step(params, x):
+        return {"q": params["q"], "s": params["s"] * 2}, x @ (params["q"].astype(jnp.float32) * params["s"])
+
+    q = np.arange(16 * 8).reshape(16, 8) % 2
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    ours = sharded(step, pins={"params/q": P("device")})
+    state = {"q": kind(q.astype(jnp.dtype(dtype))), "s": np.float32(0.5)}
+    for i in range(3):  # the second and third time on what the step itself returned
+        state, out = ours(state, x)
+        np.testing.assert_allclose(out, x @ q * 0.5 * 2**i, rtol=1e-5, atol=1e-5)
+        assert state["q"].dtype == jnp.dtype(dtype)
+        assert state["q"].sharding.spec == P("device")
+        np.testing.assert_array_equal(np.asarray(state["q"]).astype(np.float32), q)
+    assert ours.compile(state, x).memory_analysis() is not None
+
+
+def test_such_arguments_compile_once():
+    count = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listener := lambda event, *_, **__: count.append(1) if event.endswith("backend_compile_duration") else None
+    )
+    try:
+        ours = sharded(lambda q, x: x @ q.astype(jnp.float32))
+        q, x = np.ones((16, 8), jnp.int4), np.ones((8, 16), np.float32)
+        ours.plan(q, x)
+        count.clear()
+        for _ in range(3):
+            ours(q, x)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert len(count) == 1
+
+
+# ---- meshes -----------------------------------------------------------------------------------------------
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def step(params, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def params():
+    return {"w": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+
+
+def batch(size=8192):
+    return np.random.default_rng(1).normal(size=(size, 16)).astype(np.float32)
+
+
+def test_an_abstract_mesh_keeps_its_axes_and_needs_no_devices():
+    plan = spmd_auto.plan(step, params(), batch(1 << 20), mesh=AbstractMesh((16, 4), ("data", "model")))
+    assert plan.mesh.names == ("data", "model")
+    assert plan.mesh.sizes == (16, 4)
+    assert plan.specs["x"] == P(("data", "model"))
+    hand = spmd_auto.price(
+        step, params(), batch(), mesh=AbstractMesh((4, 2), ("data", "model")), assignment={"batch": "data"}
+    )
+    assert hand.specs["x"] == P("data")
+
+
+def test_an_abstract_mesh_of_as_many_devices_as_there_are_runs():
+    ours = sharded(step, mesh=AbstractMesh((2, 4), ("data", "model")), pins={"x": P(("data", "model"))})
+    new, value = ours(params(), batch())
+    expected, wanted = step(params(), batch())
+    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
+    np.testing.assert_allclose(new["w"], expected["w"], rtol=1e-5, atol=1e-6)
+    assert ours.plan(params(), batch()).specs["x"] == P(("data", "model"))
+
+
+def test_every_plan_of_a_step_names_the_devices_that_the_user_gave(devices):
+    """Also later ones, and those of steps that follow it: what a loader or a checkpoint asks for their shardings."""
+    mesh = jax.sharding.Mesh(np.array(devices[4:]), ("data",))
+    ours = sharded(step, mesh=mesh)
+    follows = sharded(loss, like=ours)
+    explicit = sharded(loss, like=ours, mesh=mesh)
+    for size, fn in ((8192, ours), (24, ours), (48, follows), (16, explicit)):
+        plan = fn.plan(params(), batch(size))
+        (placed, x), _ = jax.device_put(((params(), batch(size)), {}), plan.shardings())
+        assert x.sharding.device_set == placed["w"].sharding.device_set == set(devices[4:])
+        result = fn(placed, x)
+        assert jax.tree.leaves(result)[0].sharding.device_set == set(devices[4:])
+
+
+def test_a_step_that_is_planned_before_the_one_it_follows_says_so(caplog):
+    train = sharded(step)
+    with caplog.at_level(logging.WARNING, logger="spmd_auto"):
+        sharded(loss, like=train)(params(), batch(16))
+        [message] = [record.message for record in caplog.records]
+        assert "loss is planned before step" in message
+        caplog.clear()
+        train.plan(params(), batch(16))
+        sharded(loss, like=train)(params(), batch(16))
+        assert not caplog.records
