@@ -84,7 +84,9 @@ def test_the_worker_alone_has_eight_devices(devices):
     assert len(devices) == 8
 
 
-@pytest.mark.parametrize("scene", ["whole_batch", "local_rows", "rows_in_place", "rows_elsewhere", "rows_whole"])
+@pytest.mark.parametrize(
+    "scene", ["whole_batch", "local_rows", "rows_in_place", "rows_elsewhere", "rows_whole", "loader"]
+)
 def test_losses_are_those_of_one_process(both, alone, scene):
     for out in results(both, scene):
         np.testing.assert_allclose(out["losses"], alone, rtol=1e-5)
@@ -119,6 +121,7 @@ def test_the_rows_of_the_processes_are_one_batch(both):
 
 def test_rows_are_exchanged_only_where_the_plan_wants_them_elsewhere(both):
     assert [out["moved"] for out in results(both, "rows_in_place")] == [False, False]
+    assert [out["moved"] for out in results(both, "loader")] == [False, False]
     assert [out["moved"] for out in results(both, "rows_elsewhere")] == [True, True]
     assert [out["moved"] for out in results(both, "rows_whole")] == [True, True]
 
@@ -126,6 +129,10 @@ def test_rows_are_exchanged_only_where_the_plan_wants_them_elsewhere(both):
 def test_a_step_that_follows_another_one_takes_local_and_global_arrays(both, alone):
     for out in results(both, "evaluation"):
         np.testing.assert_allclose(out, [alone[0]] * 2, rtol=1e-5)
+
+
+def test_elements_of_less_than_a_byte(both):
+    assert results(both, "less_than_a_byte") == [48.0, 48.0]
 
 
 def test_inside_of_jit(both):

@@ -102,6 +102,19 @@ def rows_whole():
     return {"losses": train(step, mine), "moved": step._moved}
 
 
+def loader():
+    """Each process loads its rows, and JAX makes the batch of them as the plan wants it."""
+    step = sharded(pins={"batch/*": P(("host", "device"))})
+    state = step.init(create, jax.random.key(0), batch=data())
+    (_, shardings), _ = step.plan(state, data()).shardings()
+    losses = []
+    for i in range(STEPS):
+        batch = jax.tree.map(jax.make_array_from_process_local_data, shardings, mine(data(i)))
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    return {"losses": losses, "moved": step._moved}
+
+
 def evaluation():
     """A step that follows the state of another one, and gets arrays that are on all processes already."""
     step = sharded(local="batch")
@@ -110,6 +123,13 @@ def evaluation():
     rows = jax.sharding.NamedSharding(Mesh(np.array(jax.devices()), "r", axis_types=(AxisType.Auto,)), P("r"))
     whole = {k: jax.make_array_from_callback(x.shape, rows, lambda i, x=x: x[i]) for k, x in data().items()}
     return [float(evaluate(state, mine(data()))), float(evaluate(state, whole))]
+
+
+def less_than_a_byte():
+    def scaled(q, x):
+        return jnp.mean(x @ q.astype(jnp.float32))
+
+    return float(sharded(scaled)(np.full((16, 8), 3, jnp.int4), np.ones((8, 16), np.float32)))
 
 
 def inside_of_jit():
@@ -217,6 +237,8 @@ SCENES = [
     rows_in_place,
     rows_elsewhere,
     rows_whole,
+    loader,
+    less_than_a_byte,
     evaluation,
     inside_of_jit,
     keys_and_callbacks,
