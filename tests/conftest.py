@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -72,6 +73,20 @@ def require_target():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-errors", action="store_true", help="write docs/errors.md from the errors met")
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of each test with many cases, one in N of them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--every N` the first case of each test and every N-th after it."""
+    cases: Counter[str] = Counter()
+    kept, dropped = [], []
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        (dropped if cases[name] % config.getoption("--every") else kept).append(item)
+        cases[name] += 1
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
