@@ -1,6 +1,6 @@
 # Sourced by the other scripts: Python environments that are made once and reused.
 #
-#   find_python                     prints a Python >= 3.11 ($PYTHON overrides)
+#   find_python                     prints a Python >= 3.11, 3.11 itself where there is one ($PYTHON overrides)
 #   find_next_python                prints a Python >= 3.12, which gets the newest jax; fails where there is none
 #   test_workers                    prints how many processes pytest should use
 #   ensure_venv DIR PYTHON EXTRAS   DIR is a venv with this package and EXTRAS ("test,tpu", or ""), installed only
@@ -19,7 +19,7 @@ find_python() {
     return
   fi
   local candidate
-  for candidate in python3 python python3.11 python3.12 python3.13 python3.14; do
+  for candidate in python3.11 python3 python python3.12 python3.13 python3.14; do
     if python_at_least "$candidate" 11; then command -v "$candidate"; return; fi
   done
   say "no Python 3.11 or later on the PATH; install one or set PYTHON=/path/to/python"

@@ -184,6 +184,8 @@ def explain_parts(plan: Plan) -> tuple[Any, ...]:
     notes = []
     record = plan.search
     how = f"{record.states} states on {record.meshes} meshes in {record.seconds:.2f} s"
+    if plan.gap is None:
+        how += "; how far it is from the best strategy there is: not known"
     notes.append(f"found by search: {how}" if record.states > 1 else "a strategy given by hand")
     if record.origin:
         notes.append(f"not searched again: {ORIGINS[record.origin]}")

@@ -92,6 +92,15 @@ class Plan:
         """Predicted peak bytes of one device."""
         return self.priced.memory
 
+    @property
+    def gap(self) -> float | None:
+        """By which share of its seconds a step may take longer than under the best strategy there is; None: not known.
+
+        A search looks at some of all strategies, and nothing says yet how good the best of the others could be. On one
+        device there is only one.
+        """
+        return 0.0 if self.mesh.device_count == 1 else None
+
     @functools.cached_property
     def placements(self) -> Placements:
         return place(self.pricer, self.priced)
