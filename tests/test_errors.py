@@ -373,6 +373,13 @@ def test_a_decorated_step_inside_of_grad():
         jax.grad(decorated)(jnp.ones(8))
 
 
+@pytest.mark.parametrize("x", [struct(16), jax.typeof(jnp.ones(16))])
+def test_a_call_with_shapes_only(x):
+    decorated = spmd_auto.auto_shard(search=FAST)(lambda x: x.sum())
+    with refused(LoweringError, what=f"'x' is a {type(x).__name__}", why="runs the step", fixes=("plan", "eval_shape")):
+        decorated(x)
+
+
 def test_a_ragged_batch_that_is_not_wanted():
     decorated = spmd_auto.auto_shard(step, search=FAST, ragged="refuse")
     decorated.plan(state(), batch(8192))

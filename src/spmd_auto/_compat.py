@@ -6,12 +6,13 @@ Supported: jax 0.10.2 (Python 3.11) and the 0.12 line (Python >= 3.12).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+from jax._src import config as _config
 from jax._src import source_info_util as _source_info_util
 from jax._src.core import ShapedArray as _ShapedArray
 from jax._src.state.types import AbstractRef as _AbstractRef
@@ -157,6 +158,20 @@ def itemsize(aval: Any) -> int:
         shape = getattr(getattr(dtype, "_impl", None), "key_shape", (2,))
         return 4 * int(np.prod(shape))
     return int(np.dtype(dtype).itemsize)
+
+
+def is_abstract(x: Any) -> bool:
+    """Whether `x` is a shape and a dtype only."""
+    return isinstance(x, (jax.ShapeDtypeStruct, _ShapedArray))
+
+
+def is_weak(aval: Any) -> bool:
+    return bool(getattr(aval, "weak_type", False))
+
+
+def trace_context() -> Hashable:
+    """All settings of JAX that a traced program may hang on: precision, promotion, the mesh of the context, ..."""
+    return _config.trace_context()
 
 
 def takes_compiled(dtype: Any) -> bool:

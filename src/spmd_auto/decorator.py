@@ -143,7 +143,7 @@ class AutoSharded:
         return take_apart(self._fn, args, kwargs, self._static_argnums, self._static_argnames)
 
     def _entry(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
-        key = call.key, tuple(leaf_type(x) for x in call.leaves)
+        key = (call.key, _compat.trace_context()), tuple(leaf_type(x) for x in call.leaves)
         entry = self._entries.get(key)
         if entry is None:
             with self._lock:  # another thread may have planned it meanwhile
@@ -227,6 +227,11 @@ class AutoSharded:
         with self._lock:
             if entry.lowered is None:
                 entry.lowered = entry.plan.lower_step(self._jax_mesh(entry.plan), self._donate)
+                avals = [v.aval for v in _compat.open_jaxpr(entry.plan.program.jaxpr).invars]
+                entry.lowered.abstract = tuple(  # results are weakly typed where the step's own are
+                    jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=_compat.is_weak(aval))
+                    for x, aval in zip(entry.lowered.abstract, avals, strict=True)
+                )
                 entry.ahead_of_time = all(_compat.takes_compiled(aval.dtype) for aval in entry.lowered.abstract)
             return entry.lowered
 

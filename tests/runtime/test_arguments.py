@@ -60,6 +60,76 @@ def test_such_arguments_compile_once():
     assert len(count) == 1
 
 
+# ---- weak types -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        0.5,
+        jnp.array(0.5),
+        jnp.sin(0.5),
+        np.float32(0.5),
+        np.float64(0.5),
+        jnp.float32(0.5),
+        jax.device_put(0.5),
+        2,
+        True,
+    ],
+)
+def test_types_of_results_are_those_under_jit(rate):
+    """A loss scale that is a weak array must not make float32 of bfloat16 gradients."""
+
+    def step(state, rate):
+        return {"w": state["w"] * rate, "rate": rate * 0.9, "count": state["count"] + 1}, jnp.sum(state["w"] * rate)
+
+    state = {"w": jnp.ones((16, 16), jnp.bfloat16), "count": 0}
+    plain, ours = jax.jit(step), sharded(step, donate=False)
+    for _ in range(2):
+        expected, got = plain(state, rate), ours(state, rate)
+        assert jax.tree.map(lambda x: (x.dtype, x.weak_type), got) == jax.tree.map(
+            lambda x: (x.dtype, x.weak_type), expected
+        )
+        state, rate = {"w": got[0]["w"], "count": got[0]["count"]}, got[0]["rate"]
+
+
+def test_a_number_in_the_state_stays_weak_and_compiles_once():
+    def step(state, x):
+        return {"w": state["w"] * state["rate"], "rate": state["rate"] * 0.9}, x.sum()
+
+    ours = sharded(step)
+    state = {"w": jnp.ones((16, 16), jnp.bfloat16), "rate": 1.0}
+    for _ in range(3):
+        state, _ = ours(state, np.ones(8, np.float32))
+        assert state["w"].dtype == jnp.bfloat16
+    assert len(ours._entries) == 1
+    assert float(state["rate"]) == pytest.approx(0.9**3)
+
+
+# ---- settings of JAX ----------------------------------------------------------------------------------------
+
+
+def test_a_step_is_planned_for_the_settings_that_it_is_called_under():
+    """jit traces anew where a context changes what is computed; the first plan must not be used silently."""
+    ours = sharded(lambda params, x: x @ params["w"], donate=False)
+    low = ours.lower(params(), batch(16)).as_text()
+    with jax.default_matmul_precision("highest"):
+        high = ours.lower(params(), batch(16)).as_text()
+        ours(params(), batch(16))
+    assert "HIGHEST" in high
+    assert "HIGHEST" not in low
+    ours(params(), batch(16))
+    assert len(ours._entries) == 2
+
+
+def test_double_precision_of_a_step_that_was_planned_without():
+    ours = sharded(lambda n: jnp.linspace(0.0, 1.0, 8) * n)
+    n = np.float32(3)
+    assert ours(n).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert ours(n).dtype == jax.jit(lambda n: jnp.linspace(0.0, 1.0, 8) * n)(n).dtype == jnp.float64
+
+
 # ---- meshes -----------------------------------------------------------------------------------------------
 
 

@@ -363,6 +363,8 @@ def test_results_carry_their_path_and_role():
         (np.ones(2, np.int64), (2,), "int32", False),
         (jnp.ones((2,), jnp.bfloat16), (2,), "bfloat16", False),
         (jax.ShapeDtypeStruct((5,), jnp.int8), (5,), "int8", False),
+        (jnp.array(2.0), (), "float32", True),  # JAX made it of nothing but a number
+        (jax.ShapeDtypeStruct((), jnp.float32, weak_type=True), (), "float32", True),
     ],
 )
 def test_abstract(x, shape, dtype, weak):

@@ -14,14 +14,19 @@ from spmd_auto.runtime.across import place_across
 
 
 def leaf_type(x: Any) -> tuple[Any, ...]:
-    # 2.0 keeps a bfloat16 array bfloat16; a float32 array of 2, or np.float64(2), does not
-    if isinstance(x, (float, complex)) and not isinstance(x, np.generic):
-        return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), "weak"
-    if isinstance(x, (bool, int)):
-        return (), np.dtype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+    """What a plan hangs on: shape, dtype, and whether a float is weakly typed.
+
+    2.0 keeps a bfloat16 array bfloat16; np.float64(2), or a float32 array made of it, does not. Weak integers are not
+    told from others: a `TrainState.step` begins as a number of Python's, or as an array read from a checkpoint.
+    """
     shape = tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    return shape, dtype if _compat.is_extended(dtype) else jax.dtypes.canonicalize_dtype(dtype)
+    if _compat.is_extended(dtype):
+        return shape, dtype
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    of_python = isinstance(x, (float, complex)) and not isinstance(x, np.generic)
+    weak = of_python or getattr(x, "weak_type", False)
+    return (shape, dtype, "weak") if weak and jnp.issubdtype(dtype, jnp.inexact) else (shape, dtype)
 
 
 def place(x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> tuple[Any, bool]:
@@ -30,8 +35,14 @@ def place(x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> tuple
     Over several processes: see `place_across`.
 
     Raises:
-      LoweringError: the array was donated to an earlier call.
+      LoweringError: the array was donated to an earlier call, or has no values.
     """
+    if _compat.is_abstract(x):
+        raise LoweringError(
+            f"argument leaf {path!r} is a {type(x).__name__}: it has no values",
+            "a call runs the step",
+            [".plan(...) and .compile(...) take shapes", "jax.eval_shape(step, ...) for the shapes of the results"],
+        )
     if isinstance(x, jax.Array):
         if x.is_deleted():
             raise LoweringError(
@@ -45,7 +56,7 @@ def place(x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> tuple
         return place_across(x, sharding, aval, path)
     if isinstance(x, jax.Array):
         return jax.device_put(x, sharding), bool(x.ndim) and x.committed
-    if not _compat.is_extended(aval.dtype):
+    if not _compat.is_extended(aval.dtype) and not aval.weak_type:  # JAX makes a weak array of a number itself
         x = np.asarray(x, aval.dtype)
     return jax.device_put(x, sharding), False
 

@@ -80,16 +80,19 @@ class Program:
 
 
 def abstract(x: Any) -> jax.ShapeDtypeStruct:
-    """The strongly typed abstract value of an array, scalar or ShapeDtypeStruct (64-bit kept only under x64)."""
+    """The abstract value of an array, number or ShapeDtypeStruct (64-bit kept only under x64).
+
+    Numbers of Python are weakly typed, and arrays that JAX made of nothing else (`jnp.array(2.0)`), as under jit.
+    """
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
     if isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic):  # np.float64 is strong
         return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype), weak_type=True)
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     shape = x.shape if hasattr(x, "shape") else np.shape(x)
     if not _compat.is_extended(dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=bool(getattr(x, "weak_type", False)))
 
 
 def trace(
