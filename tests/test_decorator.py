@@ -255,7 +255,7 @@ def test_placed_arguments_are_passed_on_as_they_are():
     call = step._apart(args, {})
     entry = step._entry(call, args, {})
     lowered = step._lowered(entry)
-    for x, placed in zip(jax.tree.leaves(state), step._place(call, entry.plan, lowered), strict=False):
+    for x, placed in zip(jax.tree.leaves(state), step._place(call, entry, lowered), strict=False):
         assert placed is x
 
 

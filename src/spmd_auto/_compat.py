@@ -160,6 +160,16 @@ def itemsize(aval: Any) -> int:
     return int(np.dtype(dtype).itemsize)
 
 
+def buffers(x: jax.Array) -> list[tuple[int, int]]:
+    """(device, address) of an array's buffers in this process; none where a backend does not tell."""
+    if is_extended(x.dtype):
+        return []
+    try:
+        return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in x.addressable_shards]
+    except jax.errors.JaxRuntimeError:
+        return []
+
+
 def is_abstract(x: Any) -> bool:
     """Whether `x` is a shape and a dtype only."""
     return isinstance(x, (jax.ShapeDtypeStruct, _ShapedArray))

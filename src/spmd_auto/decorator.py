@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -44,6 +45,7 @@ class _Entry:
     lowered: LoweredStep | None = None
     compared: bool = False  # the first call's arrays, between processes
     ahead_of_time: bool = True  # calls run the compiled program itself; False: they leave it to jit
+    results: dict[int, weakref.ref[Any]] = dataclasses.field(default_factory=dict)  # the last call's, by argument
 
 
 class AutoSharded:
@@ -286,8 +288,11 @@ class AutoSharded:
             if traced:  # inside of jit: a part of the outer program, with the plan's constraints
                 return entry.plan.program.returned.put_back(lowered.jitted(*call.leaves), call.leaves)
             self._compare(entry, call)
-            placed = self._place(call, entry.plan, lowered)
-            return entry.plan.program.returned.put_back(self._run(entry, lowered, placed), placed)
+            placed = self._place(call, entry, lowered)
+            flat = self._run(entry, lowered, placed)
+            replaces = entry.plan.program.replaces
+            entry.results = {i: weakref.ref(flat[o]) for o, i in enumerate(replaces) if i is not None}
+            return entry.plan.program.returned.put_back(flat, placed)
 
     def _run(self, entry: _Entry, lowered: LoweredStep, placed: list[Any]) -> Any:
         looks = _compat.is_set("jax_debug_nans") or _compat.is_set(
@@ -299,11 +304,9 @@ class AutoSharded:
             self._compiled(lowered)  # the processes compare their programs before they run them
         return lowered.jitted(*placed)
 
-    def _place(self, call: Call, plan: Plan, lowered: LoweredStep) -> list[Any]:
-        placed = []
-        for x, sharding, aval, leaf in zip(
-            call.leaves, lowered.in_shardings, lowered.abstract, plan.program.arguments, strict=True
-        ):
+    def _place(self, call: Call, entry: _Entry, lowered: LoweredStep) -> list[Any]:
+        placed, leaves = [], entry.plan.program.arguments
+        for x, sharding, aval, leaf in zip(call.leaves, lowered.in_shardings, lowered.abstract, leaves, strict=True):
             array, moved = place(x, sharding, aval, leaf.path)
             if moved and not self._moved:
                 self._moved = True
@@ -317,7 +320,9 @@ class AutoSharded:
                     )
             placed.append(array)
         if self._donate:
-            placed = without_aliases(placed, {i for i in plan.program.replaces if i is not None})
+            donated = {i for i in entry.plan.program.replaces if i is not None}
+            own = {i for i, result in entry.results.items() if result() is call.leaves[i]}
+            placed = without_aliases(placed, call.leaves, donated, own)
         return placed
 
     # ---- the state ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from jax import P
 from jax.sharding import AbstractMesh
 
 import spmd_auto
+from spmd_auto import _compat
 from spmd_auto.search import SearchOptions
 
 FAST = SearchOptions(states=50)
@@ -58,6 +59,67 @@ def test_such_arguments_compile_once():
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert len(count) == 1
+
+
+# ---- one buffer twice ---------------------------------------------------------------------------------------
+
+
+def twice(w, how):
+    """A state of two leaves that share their buffers, as an average of the parameters does at its beginning."""
+    whole = jax.NamedSharding(jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,)), P())
+    if how == "moved by JAX":
+        return jax.device_put(w, whole), jax.device_put(w, whole)
+    return {
+        "one array": (w, w),
+        "two views": (w, jax.device_put(w, w.sharding)),
+        "placed": (jax.device_put(w, whole),) * 2,
+        "half placed": (w, jax.device_put(w, whole)),
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["one array", "two views", "placed", "half placed", "moved by JAX"])
+def test_a_donated_buffer_that_is_passed_twice(how):
+    """JAX 0.10.2 ends the process if an array that was moved twice is donated twice."""
+
+    def step(state, x):
+        new = state["w"] * 0.5 + x.mean()
+        return {"w": new, "average": state["average"] * 0.9 + new * 0.1}, x.sum()
+
+    w, x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32), np.ones(8, np.float32)
+    ours = sharded(step, pins={"state/*": P()})
+    first, second = twice(jnp.asarray(w), how)
+    state, expected = {"w": first, "average": second}, {"w": w, "average": w}
+    for _ in range(3):
+        state, expected = ours(state, x)[0], step(expected, x)[0]
+        for k in state:
+            np.testing.assert_allclose(state[k], expected[k], rtol=1e-5, atol=1e-6)
+    kept = sharded(lambda state, w: ({"w": state["w"] * 2}, jnp.sum(w)), pins={"*": P()})
+    first, second = twice(jnp.asarray(w), how)
+    assert float(kept({"w": first}, second)[1]) == pytest.approx(w.sum(), rel=1e-4)
+
+
+def test_keys_that_are_passed_twice():
+    def step(state):
+        return {"a": jax.random.fold_in(state["a"], 1), "b": jax.random.fold_in(state["b"], 2)}, jnp.ones(())
+
+    key = jax.random.key(3)
+    state, _ = sharded(step)({"a": key, "b": key})
+    expected, _ = step({"a": jax.random.key(3), "b": jax.random.key(3)})
+    for k in state:
+        np.testing.assert_array_equal(jax.random.key_data(state[k]), jax.random.key_data(expected[k]))
+
+
+def test_arrays_that_the_step_itself_returned_are_not_looked_at(monkeypatch):
+    """It would cost a microsecond for each array and call."""
+    looked = []
+    real = _compat.buffers
+    monkeypatch.setattr(_compat, "buffers", lambda x: looked.append(x) or real(x))
+    ours = sharded(lambda state, x: (jax.tree.map(lambda w: w * 2, state), x.sum()))
+    state = {k: jnp.ones((16, 16)) for k in "abc"}
+    state, _ = ours(state, np.ones(8, np.float32))
+    assert len(looked) == 3
+    state, _ = ours(state, np.ones(8, np.float32))
+    assert len(looked) == 3
 
 
 # ---- weak types -------------------------------------------------------------------------------------------

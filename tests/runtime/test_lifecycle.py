@@ -89,7 +89,7 @@ def test_shardings_have_the_tree_of_the_arguments():
     assert check_lies_as_planned(placed[0], plan) == 0
     call = step._apart(placed, {})
     entry = step._entry(call, placed, {})
-    moved = [a is not b for a, b in zip(call.leaves, step._place(call, entry.plan, step._lowered(entry)), strict=True)]
+    moved = [a is not b for a, b in zip(call.leaves, step._place(call, entry, step._lowered(entry)), strict=True)]
     assert not any(moved)
 
 

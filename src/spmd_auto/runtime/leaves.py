@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -61,12 +62,34 @@ def place(x: Any, sharding: Any, aval: jax.ShapeDtypeStruct, path: str) -> tuple
     return jax.device_put(x, sharding), False
 
 
-def without_aliases(arrays: list[Any], donated: set[int]) -> list[Any]:
-    """Copies of arrays that are passed twice where one of the two is donated: a buffer can be given away only once."""
-    first: dict[int, int] = {}
+def without_aliases(
+    arrays: Sequence[Any], passed: Sequence[Any], donated: Set[int], own: Set[int] = frozenset()
+) -> list[Any]:
+    """Arrays of which no two share a buffer where one of the two is donated: a buffer can be given away only once.
+
+    JAX 0.10.2 ends the process if it is given away twice. It happens easily: an average of the parameters begins as the
+    parameters themselves, and an array moved to more devices keeps its buffer on its own.
+
+    Args:
+      arrays: where the plan wants them.
+      passed: the same as the user passed them.
+      donated: indices of arrays that are given away.
+      own: indices of arrays that the last call returned: no two of those share a buffer.
+    """
     out = list(arrays)
-    for i, x in enumerate(arrays):
-        k = first.setdefault(id(x), i)
-        if k != i and (i in donated or k in donated):
+    strange = [i for i, x in enumerate(passed) if i not in own and isinstance(x, jax.Array)]
+    if not strange or not donated:
+        return out
+    kinds = {(arrays[i].shape, arrays[i].dtype) for i in strange}
+    first: dict[Any, int] = {}
+    for i, (x, given) in enumerate(zip(arrays, passed, strict=True)):
+        if not isinstance(given, jax.Array) or (x.shape, x.dtype) not in kinds:
+            continue
+        marks = [id(given), *_compat.buffers(x)]
+        others = {first[mark] for mark in marks if mark in first}
+        if others and (i in donated or others & donated):
             out[i] = jax.device_put(jnp.copy(x), x.sharding)
+        else:
+            for mark in marks:
+                first.setdefault(mark, i)
     return out
