@@ -125,7 +125,7 @@ class AutoSharded:
 
     # ---- planning -----------------------------------------------------------------------------
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments (arrays or `ShapeDtypeStruct`s); planned once per abstract signature."""
         args, kwargs = self._whole(args, kwargs)
         with objects.references("flax.nnx" in sys.modules):
@@ -266,7 +266,7 @@ class AutoSharded:
             if group is not None:
                 compare_values(group, self.__name__, [leaf.path for leaf in entry.plan.program.arguments], call.leaves)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if _compat.is_set("jax_disable_jit"):  # the user wants to see the step's own lines run
             return self._fn(*args, **kwargs)
         args, kwargs = self._whole(args, kwargs)
@@ -327,7 +327,7 @@ class AutoSharded:
 
     # ---- the state ----------------------------------------------------------------------------
 
-    def init(self, create: Callable[..., Any], *args: Any, batch: Any = None, **kwargs: Any) -> Any:
+    def init(self, create: Callable[..., Any], /, *args: Any, batch: Any = None, **kwargs: Any) -> Any:
         """Runs `create(*args, **kwargs)` so that the state is born sharded: never whole on one device.
 
         Args:

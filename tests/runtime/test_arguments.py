@@ -168,6 +168,25 @@ def test_a_number_in_the_state_stays_weak_and_compiles_once():
     assert float(state["rate"]) == pytest.approx(0.9**3)
 
 
+# ---- names ------------------------------------------------------------------------------------------------
+
+
+def test_names_of_arguments_are_the_users_own():
+    def named(fn, step, self, create):
+        return fn["w"] * step + self, create.sum()
+
+    values = {"fn": params(), "step": 2.0, "self": np.float32(1), "create": np.ones(8, np.float32)}
+    ours = sharded(named)
+    np.testing.assert_allclose(ours(**values)[0], params()["w"] * 2 + 1, rtol=1e-6)
+    assert set(ours.plan(**values).specs) == {"fn/w", "step", "self", "create"}
+    assert set(spmd_auto.plan(named, **values, mesh=AbstractMesh((8,), ("a",))).specs) == {
+        "fn/w",
+        "step",
+        "self",
+        "create",
+    }
+
+
 # ---- settings of JAX ----------------------------------------------------------------------------------------
 
 

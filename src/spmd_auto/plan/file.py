@@ -92,7 +92,7 @@ def save_plan(plan: Plan, path: str) -> None:
         raise PlanFileError(f"the plan can't be written to {path}: {error}") from error
 
 
-def load_plan(path: str, step: Any, *args: Any, **kwargs: Any) -> Plan:
+def load_plan(path: str, step: Any, /, *args: Any, **kwargs: Any) -> Plan:
     """Reads a plan file and applies it to a step.
 
     Args:

@@ -224,6 +224,7 @@ def check_axis(analysis: Analysis, mesh: LogicalMesh, axis: str, to: str) -> Non
 
 def plan(
     step: Callable[..., Any],
+    /,
     *args: Any,
     mesh: MeshLike = None,
     pins: Pins | None = None,
@@ -239,6 +240,7 @@ def plan(
 
 def price(
     step: Callable[..., Any],
+    /,
     *args: Any,
     mesh: LogicalMesh | jax.sharding.Mesh | jax.sharding.AbstractMesh,
     assignment: Mapping[str, str | Sequence[str]],

@@ -155,7 +155,7 @@ class Plan:
         save_plan(self, path)
 
     @classmethod
-    def load(cls, path: str, step: Any, *args: Any, **kwargs: Any) -> Plan:
+    def load(cls, path: str, step: Any, /, *args: Any, **kwargs: Any) -> Plan:
         """Reads a plan for a step; see `spmd_auto.plan.file.load_plan`."""
         from spmd_auto.plan.file import load_plan
 

@@ -97,6 +97,7 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 def trace(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),

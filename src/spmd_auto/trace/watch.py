@@ -22,7 +22,7 @@ class Watched:
         functools.update_wrapper(self, fn)
         self.fn, self.names = fn, names
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(argument_names(self.fn, len(args)), args, strict=True)) | kwargs
         objects = {
             name: x
