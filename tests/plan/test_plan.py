@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import jax
+import pytest
 
 import spmd_auto
+from spmd_auto.plan.explain import choices
+from tests.known_answers.toy import toy_mesh
 from tests.test_errors import FAST, batch, state, step
 
 
@@ -34,3 +37,19 @@ def test_every_tool_is_reached_from_a_plan(tmp_path):
     assert leaf in plan._repr_html_()
     plan.save(str(tmp_path / "plan.json"))
     assert spmd_auto.Plan.load(str(tmp_path / "plan.json"), step, state(), batch()).specs == plan.specs
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_zero_saves_is_said(stage):
+    """maxtext#5104: a flag that does nothing. Each choice stands with the bytes and seconds that it saves."""
+
+    def hand(**zero):
+        mesh, axes = toy_mesh(2, 4), {"batch": "a"}
+        return spmd_auto.price(step, state(64, 256), batch(64, 64), mesh=mesh, assignment=axes, **zero)
+
+    plan, without = hand(zero=stage, zero_axes=("b",)), hand()
+    [choice] = [c for c in choices(plan) if c.what.startswith("ZeRO")]
+    assert choice.saves_memory == pytest.approx(without.memory - plan.memory)
+    assert choice.saves_seconds == pytest.approx(without.seconds - plan.seconds)
+    assert (choice.saves_memory > 0) == (stage > 1)  # plain descent keeps no optimizer state
+    assert "ZeRO: " in plan.explain()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import signal
 import threading
 
 import jax
@@ -14,6 +16,7 @@ from jax.sharding import AxisType
 
 import spmd_auto
 from spmd_auto.errors import BatchError, LoweringError
+from spmd_auto.runtime import report
 from spmd_auto.search import SearchOptions
 
 FAST = SearchOptions(states=100)
@@ -201,6 +204,45 @@ def test_one_line_per_plan_or_none(caplog):
         caplog.clear()
         sharded(quiet=True)(params(), x())
         assert not caplog.records
+
+
+@pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, terminal, quiet):
+    class Screen(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    monkeypatch.setattr("sys.stderr", screen := Screen())
+    monkeypatch.setenv("TERM", "xterm")
+    lines = []
+    with report.progress("my_step", quiet) as progress:
+        if progress is not None:
+            progress("half way")
+            lines.append(screen.getvalue())
+    assert (progress is not None) == (terminal and not quiet)
+    assert bool(screen.getvalue()) == (terminal and not quiet)
+    if lines:
+        assert "planning my_step" in screen.getvalue()
+
+
+def test_a_search_that_is_interrupted_leaves_nothing_behind(monkeypatch):
+    """Ctrl-C in the middle of a search: the next call plans as if nothing had been."""
+    from spmd_auto.plan import make
+
+    expected = sharded(cache=False).plan(params(), x(8192))
+    ours, search = sharded(cache=False), make.search_mesh
+
+    def interrupted(*args, **kwargs):
+        search(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(make, "search_mesh", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ours(params(), x(8192))
+    assert not ours._entries
+    monkeypatch.setattr(make, "search_mesh", search)
+    assert ours.plan(params(), x(8192)).specs == expected.specs
+    assert not ours._lock._is_owned()
 
 
 # ---- a ragged last batch ----------------------------------------------------------------------------------
