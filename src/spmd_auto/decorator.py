@@ -229,11 +229,6 @@ class AutoSharded:
         with self._lock:
             if entry.lowered is None:
                 entry.lowered = entry.plan.lower_step(self._jax_mesh(entry.plan), self._donate)
-                avals = [v.aval for v in _compat.open_jaxpr(entry.plan.program.jaxpr).invars]
-                entry.lowered.abstract = tuple(  # results are weakly typed where the step's own are
-                    jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=_compat.is_weak(aval))
-                    for x, aval in zip(entry.lowered.abstract, avals, strict=True)
-                )
                 entry.ahead_of_time = all(_compat.takes_compiled(aval.dtype) for aval in entry.lowered.abstract)
             return entry.lowered
 

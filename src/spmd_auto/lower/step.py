@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from spmd_auto import _compat
 from spmd_auto.lower.placement import Placements
 from spmd_auto.lower.replay import Replay
 from spmd_auto.trace import Program
@@ -67,5 +68,8 @@ def lower_step(program: Program, placements: Placements, mesh: jax.sharding.Mesh
     )
     donated = tuple(sorted(i for i in program.replaces if i is not None)) if donate else ()
     jitted = jax.jit(flat_step, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
-    abstract = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.arguments)
+    abstract = tuple(  # weakly typed where the step's own arguments are, so that its results are as under jit
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=_compat.is_weak(var.aval))
+        for leaf, var in zip(program.arguments, _compat.open_jaxpr(program.jaxpr).invars, strict=True)
+    )
     return LoweredStep(jitted, ins, outs, abstract)
