@@ -23,6 +23,7 @@ from spmd_auto.errors import (
     SpmdAutoError,
     StrategyError,
     TraceError,
+    VerifyError,
 )
 from spmd_auto.search import SearchOptions
 from tests.known_answers.toy import toy_mesh
@@ -507,6 +508,39 @@ def test_an_abstract_mesh_of_hosts_that_are_not_full():
         fixes='spmd_auto.cluster("cpu", per_host=12).mesh(a=3, b=4)',
     ):
         spmd_auto.plan(step, state(), batch(), mesh=jax.sharding.AbstractMesh((3, 4), ("a", "b")))
+
+
+def test_a_logical_axis_given_a_mesh_axis_twice():
+    with refused(StrategyError, what="'batch' is given the mesh axis 'a' twice", why="once", fixes="once"):
+        spmd_auto.price(step, state(), batch(), mesh=toy_mesh(2, 4), assignment={"batch": ("a", "a")})
+
+
+@pytest.mark.parametrize("assignment", [{"batch": 3}, {"batch": (0, 1)}, {3: "a"}])
+def test_an_assignment_that_names_nothing(assignment):
+    with refused(StrategyError, what="assignment=", why="by name", fixes="'batch': 'data'"):
+        spmd_auto.price(step, state(), batch(), mesh=toy_mesh(2, 4), assignment=assignment)
+
+
+def test_pins_whose_keys_are_no_paths():
+    with refused(PinError, what="pins has the key 0, a int", why="by its path", fixes="'*/kernel'"):
+        spmd_auto.plan(step, state(), batch(), mesh=toy_mesh(8), pins={0: jax.P("a")})
+
+
+def test_a_pin_on_a_result_that_is_not_there():
+    with refused(PinError, what="pin 'result/7' matches no result leaf", why="look like 'result/", fixes="result/"):
+        spmd_auto.plan(step, state(), batch(), mesh=toy_mesh(8), pins={"result/7": jax.P("a")})
+
+
+def test_verifying_what_is_no_plan():
+    with refused(VerifyError, what="was given a function", why="a plan", fixes="verify(step.plan(*args))"):
+        spmd_auto.verify(step)
+
+
+@pytest.mark.parametrize("path", ["xyzzy", 3])
+def test_explaining_what_is_no_leaf(path):
+    plan = spmd_auto.plan(step, state(), batch(), mesh=toy_mesh(8), search=FAST)
+    with refused(StrategyError, what=f"no argument leaf {path!r}", fixes="did you mean 'state/"):
+        plan.explain(path)
 
 
 # ---- the list -----------------------------------------------------------------------------------

@@ -193,6 +193,15 @@ def test_a_constrained_value_as_a_result_that_lies_otherwise(devices):
     assert plan.report.communication > 0
 
 
+def test_axes_of_one_device_contradict_nobody():
+    mesh = toy_mesh(8, 1, 1)
+    program = trace(lambda s, x: ({"w": s["w"] * 0.9}, (s["w"] * x).sum()), {"w": struct(8)}, struct(8))
+    pinned = resolve_pins(program, mesh, {"s/w": P(("b", "c")), "result/0/w": P(("c", "b"))})
+    assert list(pinned) == [("argument", 0)]
+    with pytest.raises(PinError, match="is pinned otherwise"):
+        resolve_pins(program, mesh, {"s/w": P(("b", "c")), "result/0/w": P("a")})
+
+
 def test_an_argument_called_result():
     def step(result):
         return {"y": result["y"] * 2, "z": result["z"]}

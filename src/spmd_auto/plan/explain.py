@@ -208,7 +208,8 @@ def explain_leaf(plan: Plan, path: str) -> str:
     leaves = plan.program.arguments
     index = next((i for i, leaf in enumerate(leaves) if path in (leaf.path, leaf.path.split("/", 1)[-1])), None)
     if index is None:
-        near = difflib.get_close_matches(path, [leaf.path for leaf in leaves], n=3, cutoff=0.3)
+        paths = [leaf.path for leaf in leaves]
+        near = difflib.get_close_matches(str(path), paths, n=3, cutoff=0.3) or paths[:3]
         raise StrategyError(f"no argument leaf {path!r}", "", [f"did you mean {n!r}?" for n in near])
     leaf, spec = leaves[index], plan.placements.arguments[index]
     groups = plan.analysis.axes.of[plan.analysis.graph.arguments[index].id]

@@ -192,6 +192,14 @@ def price_strategy(
     pinned = resolve_pins(program, logical, pins or {})
     analysis = analysis or analyse_for(program, logical, pinned)
     if not isinstance(assignment, Assignment):
+        for axis, tos in assignment.items():
+            names = [axis, tos] if isinstance(tos, str) else [axis, *tos] if isinstance(tos, (list, tuple)) else [tos]
+            if not all(isinstance(name, str) for name in names):
+                raise StrategyError(
+                    f"assignment={assignment!r}",
+                    "logical axes are given mesh axes, both by name",
+                    ["assignment={'batch': 'data', 'mlp': ('model', 'host')}"],
+                )
         splits = [(axis, to) for axis, tos in assignment.items() for to in ([tos] if isinstance(tos, str) else tos)]
         for axis, to in splits:
             check_axis(analysis, logical, axis, to)

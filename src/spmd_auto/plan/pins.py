@@ -56,6 +56,12 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> Pinned:
     arguments = [leaf.path for leaf in program.arguments]
     results = [result_path(leaf) for leaf in program.results]
     for glob, wanted in pins.items():
+        if not isinstance(glob, str):
+            raise PinError(
+                f"pins has the key {glob!r}, a {type(glob).__name__}",
+                "a leaf is named by its path",
+                [f"pins={{{(arguments or ['x'])[0]!r}: ...}}", "pins={'*/kernel': jax.P('model')}"],
+            )
         hits = [("argument", i, program.arguments[i]) for i in matches(arguments, glob)]
         if glob.startswith(_RESULT) or not hits:
             if hits and matches(results, glob):
@@ -66,10 +72,11 @@ def resolve_pins(program: Program, mesh: LogicalMesh, pins: Pins) -> Pinned:
                 )
             hits += [("result", i, program.results[i]) for i in matches(results, glob.removesuffix("/"))]
         if not hits:
-            near = difflib.get_close_matches(glob, arguments, n=3, cutoff=0.3) or arguments[:3]
+            side, paths = ("result", results) if glob.startswith(_RESULT) and results else ("argument", arguments)
+            near = difflib.get_close_matches(glob, paths, n=3, cutoff=0.3) or paths[:3]
             raise PinError(
-                f"pin {glob!r} matches no argument leaf of {program.name}",
-                f"there are {len(arguments)} leaves; paths look like {arguments[0]!r}",
+                f"pin {glob!r} matches no {side} leaf of {program.name}",
+                f"there are {len(paths)} leaves; paths look like {paths[0]!r}" if paths else "it has none",
                 [f"did you mean {path!r}?" for path in near],
             )
         for side, i, leaf in hits:
@@ -107,7 +114,7 @@ def _add_declared(program: Program, mesh: LogicalMesh, found: Pinned) -> None:
         source = f"the model's metadata {declared.source}"
         spec = _spec_of(mesh, declared.entries, leaf.shape, source, f"leaf {leaf.path}")
         other = found.get(("argument", i))
-        if other is not None and other.spec != spec:
+        if other is not None and _split(mesh, other.spec) != _split(mesh, spec):
             raise PinError(
                 f"leaf {leaf.path} (shape {leaf.shape}) is pinned twice: {_show(mesh, other.spec)} by {other.source}, "
                 f"{_show(mesh, spec)} by {source}",
@@ -131,7 +138,7 @@ def _check_results(program: Program, mesh: LogicalMesh, found: Pinned) -> None:
         mine, theirs = found.get(("result", o)), found.get(("argument", i)) if i is not None else None
         if mine is None or i is None:
             continue
-        if theirs is not None and theirs.spec != mine.spec:
+        if theirs is not None and _split(mesh, theirs.spec) != _split(mesh, mine.spec):
             raise PinError(
                 f"result {program.results[o].path} replaces {program.arguments[i].path}, which is pinned otherwise: "
                 f"{_show(mesh, mine.spec)} by {mine.source}, {_show(mesh, theirs.spec)} by {theirs.source}",
@@ -178,6 +185,11 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _split(mesh: LogicalMesh, spec: PinnedSpec) -> PinnedSpec:
+    """What a spec splits: axes of one device split nothing."""
+    return tuple(None if axes is None else tuple(a for a in axes if mesh.sizes[a] > 1) for axes in spec)
 
 
 def _show(mesh: LogicalMesh, spec: PinnedSpec) -> str:

@@ -62,7 +62,23 @@ def resolve_axes(analysis: Analysis, pattern: str) -> list[int]:
 
 
 def order(analysis: Analysis, mesh: LogicalMesh, splits: Sequence[tuple[str, str]]) -> tuple[Split, ...]:
-    return tuple((group, resolve_mesh_axis(mesh, to)) for axis, to in splits for group in resolve_axes(analysis, axis))
+    """The order of an assignment.
+
+    Raises:
+      StrategyError: no such logical axis or mesh axis, or a logical axis is given a mesh axis twice.
+    """
+    found: list[Split] = []
+    for axis, to in splits:
+        for group in resolve_axes(analysis, axis):
+            split = (group, resolve_mesh_axis(mesh, to))
+            if split in found:
+                raise StrategyError(
+                    f"the logical axis {analysis.names[group]!r} is given the mesh axis {to!r} twice",
+                    "a mesh axis splits a dimension once",
+                    [f"name {to!r} once", "a mesh with more axes: jax.make_mesh((2, 4), ('data', 'model'))"],
+                )
+            found.append(split)
+    return tuple(found)
 
 
 def zero(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 from rich.table import Table
 
+from spmd_auto.errors import VerifyError
 from spmd_auto.plan.explain import render, size
 from spmd_auto.verify.cache import SummaryCache
 from spmd_auto.verify.hlo import read_compiled
@@ -146,8 +147,14 @@ def verify(plan: Plan, platform: str | Target = "cpu", *, cache: bool = False) -
       cache: reuse the summary of an equal program compiled before.
 
     Raises:
-      VerifyError: the platform can't be compiled for here, or has another number of devices.
+      VerifyError: `plan` is none, the platform can't be compiled for here, or has another number of devices.
     """
+    if not hasattr(plan, "lower_step"):
+        raise VerifyError(
+            f"verify was given a {type(plan).__name__}",
+            "it compares a plan with the program compiled for it",
+            ["verify(step.plan(*args))", "verify(spmd_auto.plan(step, *args, mesh=mesh))"],
+        )
     target = parse_target(platform)
     mesh = plan.mesh.build(target.devices(plan.mesh.device_count))
     return compare(plan, _summary(plan, mesh, target, cache), str(target))
