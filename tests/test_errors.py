@@ -174,10 +174,12 @@ def test_zero_over_an_unknown_mesh_axis(transformer):
         priced(transformer, {"batch": "a"}, zero=3, zero_axes=("data",))
 
 
-@pytest.mark.parametrize(("stage", "axes"), [(4, ("a",)), (-1, ("a",)), (3, ())])
+@pytest.mark.parametrize(
+    ("stage", "axes"), [(4, ("a",)), (-1, ("a",)), (3, ()), (1, 3), (1, ("a", "a")), (True, "a"), ("3", "a")]
+)
 def test_zero_that_does_not_exist_or_has_no_axes(transformer, stage, axes):
     """maxtext#5104: a ZeRO flag that does nothing."""
-    with refused(StrategyError, what=f"zero={stage}", why="stages 0 to 3", fixes="zero_axes="):
+    with refused(StrategyError, what=f"zero={stage!r}", why="stages 0 to 3", fixes="zero_axes="):
         priced(transformer, {"batch": "a"}, zero=stage, zero_axes=axes)
 
 
@@ -519,6 +521,26 @@ def test_a_logical_axis_given_a_mesh_axis_twice():
 def test_an_assignment_that_names_nothing(assignment):
     with refused(StrategyError, what="assignment=", why="by name", fixes="'batch': 'data'"):
         spmd_auto.price(step, state(), batch(), mesh=toy_mesh(2, 4), assignment=assignment)
+
+
+@pytest.mark.parametrize("assignment", [["batch"], None])
+def test_an_assignment_that_is_no_dictionary(assignment):
+    with refused(StrategyError, what="assignment=", why="by name", fixes="'batch': 'data'"):
+        spmd_auto.price(step, state(), batch(), mesh=toy_mesh(2, 4), assignment=assignment)
+
+
+@pytest.mark.parametrize("limit", [{"beam_width": 0}, {"patience": -1}, {"states": 0}, {"depth": 1.5}, {"seconds": -1}])
+def test_limits_under_which_nothing_is_searched(limit):
+    ((name, value),) = limit.items()
+    with refused(StrategyError, what=f"SearchOptions({name}={value!r})", fixes=f"{name}="):
+        spmd_auto.SearchOptions(**limit)
+
+
+@pytest.mark.parametrize("target", [8, None])
+def test_a_target_that_is_no_text(target):
+    plan = spmd_auto.plan(step, state(), batch(), mesh=toy_mesh(8), search=FAST)
+    with refused(VerifyError, what=repr(target), why="not a text", fixes="cpu"):
+        spmd_auto.verify(plan, target)
 
 
 def test_pins_whose_keys_are_no_paths():

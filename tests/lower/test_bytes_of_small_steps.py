@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from spmd_auto.plan import price_strategy
-from spmd_auto.plan.make import analyse_for
+from spmd_auto.plan.make import analyse_for, make_plan
+from spmd_auto.search import SearchOptions
 from spmd_auto.trace import trace
 from spmd_auto.verify import read_compiled, tree_relative_error
 from spmd_auto.verify.check import compare
@@ -67,6 +68,25 @@ STEPS = {
         ("a", "b"),
     ),
 }
+
+
+@pytest.mark.parametrize("shape", [(5,), (8,), (2, 4)], ids=str)
+def test_a_loop_carries_what_the_plan_says_not_what_its_result_is(shape, devices):
+    """The gradient is whole in its loop and split behind it: XLA would carry it split and gather it in every trip."""
+
+    def step(h, x):
+        def loss(h):
+            carry, _ = jax.lax.scan(lambda c, x: (jnp.tanh(c @ h[:, :40] + x), None), jnp.zeros((30, 40)), x)
+            return jnp.sum(carry)
+
+        return jax.value_and_grad(loss)(h)
+
+    mesh = toy_mesh(*shape)
+    pins = {"result/1": jax.P(mesh.names[-1])}
+    plan = make_plan(trace(step, A(40, 80), A(5, 30, 40)), mesh, pins=pins, search=SearchOptions(states=60))
+    verification = compare(plan, read_compiled(plan.lower_step().compile(), plan.mesh.build(devices)), "cpu")
+    for row in verification.rows:
+        assert row.predicted_bytes == pytest.approx(row.found_bytes, abs=64), str(verification)
 
 
 @pytest.mark.parametrize("name", STEPS)

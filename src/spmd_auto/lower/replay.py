@@ -176,21 +176,25 @@ class Replay:
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             self._enter()
-            carry = [self._carried(x, spec) for x, spec in zip(carry, specs.start, strict=True)]
+            carry = self._all_carried(carry, specs.start)
             outs = self.run(params["jaxpr"], [*constants, *carry, *xs], site)
-            out_carry = [self._carried(x, spec) for x, spec in zip(outs[:carries], specs.end, strict=True)]
+            out_carry = self._all_carried(outs[:carries], specs.end)
             self._leave()
             return out_carry, outs[carries:]
 
         final, ys = lax.scan(
             body,
-            operands[consts : consts + carries],
+            self._all_carried(operands[consts : consts + carries], specs.start),
             operands[consts + carries :],
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        return [self._carried(x, spec) for x, spec in zip([*final, *ys], specs.results, strict=True)]
+        # first as the loop leaves them: XLA lets a loop carry what its result is, and would gather that in every trip
+        return self._all_carried([*self._all_carried(final, specs.end), *ys], specs.results)
+
+    def _all_carried(self, xs: Sequence[Any], specs: Sequence[Spec | None]) -> list[Any]:
+        return [self._carried(x, spec) for x, spec in zip(xs, specs, strict=True)]
 
     def _carried(self, x: Any, spec: Spec | None) -> Any:
         return x if spec is None else self.constrain(x, spec)
@@ -209,14 +213,14 @@ class Replay:
 
         def body(carry: list[Any]) -> list[Any]:
             self._enter()
-            carry = [self._carried(x, spec) for x, spec in zip(carry, specs.start, strict=True)]
+            carry = self._all_carried(carry, specs.start)
             outs = self.run(params["body_jaxpr"], [*body_consts, *carry], (*site, 1))
-            outs = [self._carried(x, spec) for x, spec in zip(outs, specs.end, strict=True)]
+            outs = self._all_carried(outs, specs.end)
             self._leave()
             return outs
 
-        final = lax.while_loop(cond, body, start)
-        return [self._carried(x, spec) for x, spec in zip(final, specs.results, strict=True)]
+        final = lax.while_loop(cond, body, self._all_carried(start, specs.start))
+        return self._all_carried(self._all_carried(final, specs.end), specs.results)
 
     def cond(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
         if eqn.params.get("branches_platforms"):  # other platforms' branches must not be lowered at all
@@ -228,14 +232,14 @@ class Replay:
             def run(*args: Any) -> list[Any]:
                 self._enter()
                 outs = self.run(eqn.params["branches"][k], args, (*site, k))
-                outs = [self._carried(x, spec) for x, spec in zip(outs, results, strict=True)]
+                outs = self._all_carried(outs, results)
                 self._leave()
                 return outs
 
             return run
 
         outs = lax.switch(index, [branch(k) for k in range(len(eqn.params["branches"]))], *rest)
-        return [self._carried(x, spec) for x, spec in zip(outs, results, strict=True)]
+        return self._all_carried(outs, results)
 
     def user_shardings(self, eqn: Any, side: str, values: list[Any]) -> list[Any]:
         """Values under the shardings that a jit inside the step was given."""

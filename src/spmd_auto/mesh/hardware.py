@@ -78,7 +78,7 @@ def load_profile(name: str) -> Profile:
     """
     names = profile_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=2, cutoff=0.3) or names
+        near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.3) or names
         raise MeshError(
             f"no hardware profile {name!r}",
             f"profiles are: {', '.join(names)}",

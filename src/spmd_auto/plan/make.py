@@ -182,24 +182,26 @@ def price_strategy(
       StrategyError: an axis that the program or the mesh does not have.
       BatchError: a logical axis that the mesh axes given to it can't divide on any value.
     """
-    if zero not in (0, 1, 2, 3) or (zero and not zero_axes):
+    zero_axes = (zero_axes,) if isinstance(zero_axes, str) else zero_axes
+    named = isinstance(zero_axes, (list, tuple)) and all(isinstance(axis, str) for axis in zero_axes)
+    stage = isinstance(zero, int) and not isinstance(zero, bool) and 0 <= zero <= 3
+    if not stage or not named or (zero and not zero_axes) or len(set(zero_axes)) < len(zero_axes):
         raise StrategyError(
-            f"zero={zero!r} over the mesh axes {tuple(zero_axes)}",
-            "ZeRO has the stages 0 to 3 (optimizer state, gradients, parameters), over at least one mesh axis",
+            f"zero={zero!r} over the mesh axes {zero_axes!r}",
+            "ZeRO has the stages 0 to 3 (a number: optimizer state, gradients, parameters), over mesh axes, each named once",
             ["zero=3, zero_axes=('data',)"],
         )
     logical = candidate_meshes(mesh)[0]
     pinned = resolve_pins(program, logical, pins or {})
     analysis = analysis or analyse_for(program, logical, pinned)
     if not isinstance(assignment, Assignment):
+        if not isinstance(assignment, Mapping):
+            raise _unnamed(assignment)
         for axis, tos in assignment.items():
             names = [axis, tos] if isinstance(tos, str) else [axis, *tos] if isinstance(tos, (list, tuple)) else [tos]
             if not all(isinstance(name, str) for name in names):
-                raise StrategyError(
-                    f"assignment={assignment!r}",
-                    "logical axes are given mesh axes, both by name",
-                    ["assignment={'batch': 'data', 'mlp': ('model', 'host')}"],
-                )
+                raise _unnamed(assignment)
+            strategies.resolve_axes(analysis, axis)
         splits = [(axis, to) for axis, tos in assignment.items() for to in ([tos] if isinstance(tos, str) else tos)]
         for axis, to in splits:
             check_axis(analysis, logical, axis, to)
@@ -208,6 +210,14 @@ def price_strategy(
     priced = pricer.price(assignment)
     priced = refine(pricer, priced) if refined else priced
     return Plan(pricer, priced, SearchRecord(states=1), devices_of(mesh), pinned)
+
+
+def _unnamed(assignment: object) -> StrategyError:
+    return StrategyError(
+        f"assignment={assignment!r}",
+        "logical axes are given mesh axes, both by name",
+        ["assignment={'batch': 'data', 'mlp': ('model', 'host')}"],
+    )
 
 
 def check_axis(analysis: Analysis, mesh: LogicalMesh, axis: str, to: str) -> None:

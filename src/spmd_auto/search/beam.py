@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from spmd_auto.cost.pricer import Priced, Pricer
+from spmd_auto.errors import StrategyError
 from spmd_auto.propagate.assignment import Assignment
 from spmd_auto.search.actions import moves, with_zero
 from spmd_auto.search.refine import refine
@@ -32,6 +33,9 @@ class SearchOptions:
       depth: most moves of a beam.
       states: budget of priced states, over all meshes and seeds.
       seconds: optional time limit; the best plan so far is kept and the plan says that it was stopped.
+
+    Raises:
+      StrategyError: a limit under which nothing is searched.
     """
 
     beam_width: int = 2
@@ -41,6 +45,17 @@ class SearchOptions:
     depth: int = 16
     states: int = 20_000
     seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        least = {"beam_width": 1, "per_structure": 1, "polished": 1, "patience": 1, "depth": 0, "states": 1}
+        for name, n in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < n:
+                default = type(self).__dataclass_fields__[name].default
+                raise StrategyError(f"SearchOptions({name}={value!r})", f"it counts, from {n}", [f"{name}={default}"])
+        if self.seconds is not None and not self.seconds >= 0:
+            what = f"SearchOptions(seconds={self.seconds!r})"
+            raise StrategyError(what, "seconds from now", ["seconds=60", "seconds=None: no limit"])
 
 
 @dataclasses.dataclass(slots=True)

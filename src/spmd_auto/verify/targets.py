@@ -168,6 +168,8 @@ def parse_target(text: str | Target) -> Target:
     """
     if isinstance(text, Target):
         return text
+    if not isinstance(text, str):
+        raise _unknown(repr(text), f"it is a {type(text).__name__}, not a text")
     platform, *rest = text.strip().lower().split(":")
     if platform == "cuda":
         platform = "gpu"
