@@ -76,14 +76,15 @@ def test_a_loop_carries_what_the_plan_says_not_what_its_result_is(shape, devices
 
     def step(h, x):
         def loss(h):
-            carry, _ = jax.lax.scan(lambda c, x: (jnp.tanh(c @ h[:, :40] + x), None), jnp.zeros((30, 40)), x)
+            carry, _ = jax.lax.scan(lambda c, x: (jnp.tanh(c @ h[:, :width] + x), None), jnp.zeros((30, width)), x)
             return jnp.sum(carry)
 
         return jax.value_and_grad(loss)(h)
 
-    mesh = toy_mesh(*shape)
+    mesh, width = toy_mesh(*shape), 2 * shape[-1]
     pins = {"result/1": jax.P(mesh.names[-1])}
-    plan = make_plan(trace(step, A(40, 80), A(5, 30, 40)), mesh, pins=pins, search=SearchOptions(states=60))
+    program = trace(step, A(width, 4 * width), A(5, 30, width))
+    plan = make_plan(program, mesh, pins=pins, search=SearchOptions(states=60))
     verification = compare(plan, read_compiled(plan.lower_step().compile(), plan.mesh.build(devices)), "cpu")
     for row in verification.rows:
         assert row.predicted_bytes == pytest.approx(row.found_bytes, abs=64), str(verification)

@@ -188,7 +188,7 @@ def price_strategy(
     if not stage or not named or (zero and not zero_axes) or len(set(zero_axes)) < len(zero_axes):
         raise StrategyError(
             f"zero={zero!r} over the mesh axes {zero_axes!r}",
-            "ZeRO has the stages 0 to 3 (a number: optimizer state, gradients, parameters), over mesh axes, each named once",
+            "ZeRO has the stages 0 to 3 (optimizer state, gradients, parameters), over mesh axes, each named once",
             ["zero=3, zero_axes=('data',)"],
         )
     logical = candidate_meshes(mesh)[0]
