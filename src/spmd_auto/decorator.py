@@ -290,9 +290,8 @@ class AutoSharded:
             return entry.plan.program.returned.put_back(flat, placed)
 
     def _run(self, entry: _Entry, lowered: LoweredStep, placed: list[Any]) -> Any:
-        looks = _compat.is_set("jax_debug_nans") or _compat.is_set(
-            "jax_debug_infs"
-        )  # JAX itself looks, in its own call
+        # JAX itself looks for them, in its own call
+        looks = _compat.is_set("jax_debug_nans") or _compat.is_set("jax_debug_infs")
         if not looks and entry.ahead_of_time:
             return self._compiled(lowered)(*placed)
         if self._group() is not None:

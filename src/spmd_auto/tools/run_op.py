@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,7 +96,7 @@ def run_op(
 def _plan(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Any, in_specs: Any, out_specs: Any) -> Plan:
     """The strategy: what is written is pinned, and logical axes split as on the operands through the whole function."""
     logical = candidate_meshes(mesh)[0]
-    program = trace(_distinct(fn), *args)
+    program = trace(fn, *args)
     # a result that looks like the next state of an argument is a result like any other here
     program = dataclasses.replace(program, replaces=(None,) * len(program.results))
     graph = build_graph(program)
@@ -122,24 +121,6 @@ def _plan(fn: Callable[..., Any], args: tuple[Any, ...], mesh: Any, in_specs: An
     for i in pricer.structure.active:
         forms[i] = _as_they_lie(pricer, i, priced.specs) or forms[i]
     return Plan(pricer, pricer.assemble(priced.assignment, priced.specs, forms), plan.search, plan.devices, pinned)
-
-
-def _distinct(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with results of their own: one that is an argument, or stands twice, could lie in one way only."""
-
-    def distinct(*args: Any) -> Any:
-        seen = {id(x) for x in jax.tree_util.tree_leaves(args)}
-
-        def own(x: Any) -> Any:
-            again = id(x) in seen and _compat.has_shape(x) and not _compat.is_extended(x.dtype)
-            seen.add(id(x))
-            return jax.numpy.copy(x) if again else x
-
-        return jax.tree_util.tree_map(own, fn(*args))
-
-    functools.update_wrapper(distinct, fn, updated=())
-    distinct.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a partial or a callable object has none
-    return distinct
 
 
 def _as_they_lie(pricer: Pricer, op_class: int, specs: Sequence[Spec]) -> OpForm | None:
