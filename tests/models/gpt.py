@@ -82,7 +82,8 @@ class GPT(nn.Module):
         embed = nn.Embed(self.vocab, self.width, dtype=self.dtype)
         positions = self.param("positions", nn.initializers.normal(), (tokens.shape[1], self.width))
         x = embed(tokens) + positions.astype(self.dtype)
-        block: Any = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        # only inside of a loop nothing can merge the recomputation with the first computation
+        block: Any = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
         args = (self.heads, self.dropout, self.dtype, self.experts, self.capacity)
         if self.scan:
             x, _ = nn.scan(
