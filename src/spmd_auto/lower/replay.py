@@ -22,7 +22,7 @@ from spmd_auto.lower.moves import moved_op
 from spmd_auto.lower.placement import Placements
 from spmd_auto.lower.starts import bind_safely
 from spmd_auto.mesh.logical import Spec
-from spmd_auto.propagate.graph import CALLS, Site
+from spmd_auto.propagate.graph import CALLS, Site, behind_barrier
 
 
 class Replay:
@@ -160,7 +160,7 @@ class Replay:
     # ---- control flow -------------------------------------------------------------------------
 
     def remat(self, eqn: Any, operands: list[Any], site: Site) -> list[Any]:
-        if eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
+        if behind_barrier(eqn, len(self._scopes) > 1):
             barred = [i for i, x in enumerate(operands) if isinstance(x, jax.Array)]
             if barred:
                 for i, x in zip(barred, lax.optimization_barrier([operands[i] for i in barred]), strict=True):

@@ -100,6 +100,16 @@ class Loop:
     length: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Barrier:
+    """Operations `first` to `last` (exclusive) read the values with these ids behind an optimization barrier: a
+    rematerialised region, which the compiler may not merge with the first computation."""
+
+    first: int
+    last: int
+    values: frozenset[int]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Unknown:
     """A primitive without a rule: kept whole, reported once.
@@ -133,6 +143,7 @@ class Graph:
     branches: dict[Site, list[Value]] = dataclasses.field(default_factory=dict)  # results of a cond
     by_site: dict[Site, Op] = dataclasses.field(default_factory=dict)
     roots: list[Value] = dataclasses.field(default_factory=list)
+    barriers: list[Barrier] = dataclasses.field(default_factory=list)  # an inner one before the one around it
     unknown: dict[str, Unknown] = dataclasses.field(default_factory=dict)
     signatures: int = 0
 
@@ -219,7 +230,11 @@ class _Builder:
         name = eqn.primitive.name
         if name in CALLS:
             operands = self.constrained(eqn, "in_shardings", operands, trips, site)
+            first = len(self.graph.ops)
             results = self.run(_compat.call_jaxpr(eqn), operands, trips, site)
+            if behind_barrier(eqn, bool(self.loop)):
+                behind = frozenset(v.id for v in operands if v.depends)
+                self.graph.barriers.append(Barrier(first, len(self.graph.ops), behind))
             return self.constrained(eqn, "out_shardings", results, trips, site)
         expanded = _compat.expand(eqn)
         if expanded is not None:
@@ -422,6 +437,17 @@ CONTROL: dict[str, Callable[[_Builder, Any, list[Value], int, Site], list[Value]
     "cond": _Builder.cond,
     "custom_linear_solve": _Builder.linear_solve,
 }
+
+
+def behind_barrier(eqn: Any, inside: bool) -> bool:
+    """Whether a call is a recomputation that is lowered behind an optimization barrier.
+
+    `prevent_cse=False` is meant for loops, where the first computation is in another body.  Outside of one (`inside`)
+    the compiler would merge the two and keep what was to be computed again, so the barrier stays.
+    """
+    if not eqn.params.get("differentiated"):
+        return False
+    return not inside or bool(eqn.params.get("prevent_cse", True))
 
 
 def call_site(site: Site, side: str, k: int) -> Site:
