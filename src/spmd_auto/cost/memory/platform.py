@@ -74,6 +74,7 @@ _ELEMENTWISE = (
 )
 _RELABELLED = (
     "broadcast_in_dim concatenate dynamic_slice expand_dims iota pad random_bits random_seed random_split "
-    "random_fold_in random_wrap random_unwrap reshape rev sharding_constraint slice split squeeze transpose unstack result branch"
+    "random_fold_in random_wrap random_unwrap reshape rev sharding_constraint slice split squeeze transpose unstack "
+    "result branch"
 )
 FUSED = frozenset((_ELEMENTWISE + " " + _RELABELLED).split())
