@@ -25,7 +25,9 @@ def _gpt(**changes: Any):
     return step, state, batch
 
 
-def _stack(layer: Any, count: int, scan: bool, remat: bool, x: jax.Array, *args: Any) -> jax.Array:
+def _stack(
+    layer: Any, count: int, scan: bool, remat: bool, x: jax.Array, *args: Any, name: str = "layers"
+) -> jax.Array:
     """`count` layers, each `x, None = layer()(x, *args)`."""
     if remat:
         layer = nn.remat(layer, prevent_cse=not scan)
@@ -37,9 +39,9 @@ def _stack(layer: Any, count: int, scan: bool, remat: bool, x: jax.Array, *args:
             in_axes=nn.broadcast,
             length=count,
         )
-        return stacked(name="layers")(x, *args)[0]
+        return stacked(name=name)(x, *args)[0]
     for k in range(count):
-        x, _ = layer(name=f"layer{k}")(x, *args)
+        x, _ = layer(name=f"{name}{k}")(x, *args)
     return x
 
 
@@ -162,9 +164,9 @@ class EncoderDecoder(nn.Module):
     @nn.compact
     def __call__(self, batch):
         embed = nn.Embed(VOCAB, 1024, dtype=BF16)
-        memory = _stack(EncoderLayer, self.layers, True, False, embed(batch["source"]))
+        memory = _stack(EncoderLayer, self.layers, True, False, embed(batch["source"]), name="encoder")
         memory = nn.RMSNorm(dtype=BF16)(memory)
-        x = _stack(DecoderLayer, self.layers, True, False, embed(batch["target"]), memory)
+        x = _stack(DecoderLayer, self.layers, True, False, embed(batch["target"]), memory, name="decoder")
         return embed.attend(nn.RMSNorm(dtype=BF16)(x)).astype(jnp.float32)
 
 
