@@ -46,7 +46,7 @@ class SummaryCache:
         where = parse_target(target)
         text = lowered if isinstance(lowered, str) else lowered.as_text()
         axes = [] if mesh is None else [[str(name), size] for name, size in mesh.shape.items()]
-        parts = [_FORMAT, str(where), sorted(where.compiler_options.items()), axes, jax.__version__, _versions(where)]
+        parts = [_FORMAT, str(where), sorted(where.compiler_options.items()), axes, jax.__version__, compiler_versions(where)]
         digest = hashlib.sha256(json.dumps(parts).encode())
         digest.update(text.encode())
         return digest.hexdigest()
@@ -66,7 +66,8 @@ class SummaryCache:
         return self.directory / f"{key}.json"
 
 
-def _versions(target: Target) -> list[str]:
+def compiler_versions(target: Target) -> list[str]:
+    """Packages with their versions that decide what is compiled for a target, JAX itself aside."""
     found = []
     for package in _COMPILERS[target.platform]:
         with contextlib.suppress(metadata.PackageNotFoundError):
