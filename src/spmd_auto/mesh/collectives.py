@@ -32,15 +32,17 @@ class Transfer:
       axes: mesh axes (indices, sorted) it runs over.
       bytes: bytes that one device sends.
       seconds: its time.
+      latency: the part of its time that does not depend on the bytes.
     """
 
     kind: str
     axes: tuple[int, ...]
     bytes: float
     seconds: float
+    latency: float = 0.0
 
     def scaled(self, factor: float) -> Transfer:
-        return Transfer(self.kind, self.axes, self.bytes * factor, self.seconds * factor)
+        return Transfer(self.kind, self.axes, self.bytes * factor, self.seconds * factor, self.latency * factor)
 
 
 def collective(
@@ -60,12 +62,13 @@ def collective(
         return Transfer(kind, axes, 0.0, 0.0)
     if kind == PERMUTE:
         slow = min((mesh.links[a] for a in axes), key=lambda link: link.bandwidth)
-        return Transfer(kind, axes, size, latency * slow.latency + size / slow.bandwidth)
+        return Transfer(kind, axes, size, latency * slow.latency + size / slow.bandwidth, latency * slow.latency)
     rounds = 2 if kind == ALL_REDUCE else 1
-    seconds, left = 0.0, size
+    seconds, hops, left = 0.0, 0.0, size
     for axis in sorted(axes, key=lambda a: -mesh.links[a].bandwidth):
         n, link = mesh.sizes[axis], mesh.links[axis]
-        seconds += latency * link.latency * (n - 1) + left * (n - 1) / n / link.bandwidth
+        hops += latency * link.latency * (n - 1)
+        seconds += left * (n - 1) / n / link.bandwidth
         if kind != ALL_TO_ALL:  # an all-to-all sends on what leaves the fast group undiminished
             left /= n
-    return Transfer(kind, axes, rounds * size * (count - 1) / count, rounds * seconds)
+    return Transfer(kind, axes, rounds * size * (count - 1) / count, rounds * (hops + seconds), rounds * hops)

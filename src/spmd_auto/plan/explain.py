@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import io
 import math
+import re
 from typing import Any
 
 from rich.console import Console
@@ -165,6 +166,26 @@ def price_table(plan: Plan) -> Table:
     return table
 
 
+def collective_table(plan: Plan, count: int = 8) -> Table | None:
+    """The collectives that send most: what is moved, along which logical axes, and for which line of code."""
+    found = plan.report.collectives
+    if not found:
+        return None
+    table = Table(title="what is moved in one step, per device", title_justify="left")
+    for column in ("collective", "sent", "times", "what", "along", "for"):
+        table.add_column(column, justify="right" if column in ("sent", "times") else "left")
+    for c in found[:count]:
+        leaves = c.leaves[0] + (f" and {len(c.leaves) - 1} alike" if len(c.leaves) > 1 else "") if c.leaves else ""
+        what = f"{c.form} ({c.dtype})" + (f": {leaves}" if leaves else "")
+        place = re.sub(r"^.*/(?=[^/]*:\d)", "", c.source)
+        cells = (f"{c.kind} over {'+'.join(c.axes)}", size(c.bytes), str(c.times), what, ", ".join(c.logical))
+        table.add_row(*cells, f"{c.operation} at {place}" if place else c.operation)
+    if len(found) > count:
+        rest = found[count:]
+        table.add_row(f"and {len(rest)} more", size(sum(c.bytes for c in rest)), *[""] * 4)
+    return table
+
+
 def whole_leaves(plan: Plan, count: int = 5) -> list[tuple[str, int]]:
     """The largest argument leaves that every device holds whole: (path, bytes)."""
     whole = [
@@ -196,7 +217,8 @@ def explain_parts(plan: Plan) -> tuple[Any, ...]:
         notes.append("held whole by every device: " + ", ".join(f"{path} ({size(b)})" for path, b in whole))
     for unknown in plan.analysis.graph.unknown.values():
         notes.append(f"{unknown} ({size(unknown.bytes)})")
-    return axis_table(plan), price_table(plan), *notes
+    moved = collective_table(plan)
+    return axis_table(plan), price_table(plan), *([moved] if moved is not None else []), *notes
 
 
 def explain_leaf(plan: Plan, path: str) -> str:

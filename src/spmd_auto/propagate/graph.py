@@ -46,6 +46,7 @@ class Value:
     path: str = ""  # of an argument
     bytes: int = 0
     mutable: bool = False  # an array that operations write into
+    dtype: Any = None  # of its elements, as traced
 
     def __post_init__(self) -> None:
         self.bytes = math.prod(self.shape) * self.itemsize
@@ -76,6 +77,7 @@ class Op:
     flops: int = 0
     eqn: Any = None
     backward: bool = False
+    calls: tuple[Any, ...] = ()  # equations of the calls around it, outermost first
 
     @property
     def cuts_regions(self) -> bool:
@@ -84,7 +86,9 @@ class Op:
 
     @property
     def source(self) -> str:
-        return _compat.source_line(self.eqn) if self.eqn is not None else ""
+        """`file:line (function)` of the user's code; of the innermost call with a line, if JAX's own code made it."""
+        known = (_compat.source_line(eqn) for eqn in (self.eqn, *reversed(self.calls)) if eqn is not None)
+        return next((line for line in known if line), "")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -164,6 +168,7 @@ class _Builder:
         self.signature_ids: dict[Any, int] = {}
         self.loop: tuple[Site, ...] = ()
         self.backward = False
+        self.calls: tuple[Any, ...] = ()
         self.rules: dict[int, Rule] = {}
         self.made: dict[Any, Rule | None] = {}
         jaxpr = program.jaxpr
@@ -181,7 +186,8 @@ class _Builder:
         itemsize = _compat.itemsize(aval)
         if self.widen and itemsize == 2 and _compat.is_float(aval):
             itemsize = 4
-        value = Value(len(self.graph.values), shape, itemsize, opaque, 0, path, mutable=mutable)
+        dtype = getattr(aval, "dtype", None)
+        value = Value(len(self.graph.values), shape, itemsize, opaque, 0, path, mutable=mutable, dtype=dtype)
         self.graph.values.append(value)
         return value
 
@@ -231,7 +237,9 @@ class _Builder:
         if name in CALLS:
             operands = self.constrained(eqn, "in_shardings", operands, trips, site)
             first = len(self.graph.ops)
+            around, self.calls = self.calls, (*self.calls, eqn)
             results = self.run(_compat.call_jaxpr(eqn), operands, trips, site)
+            self.calls = around
             if behind_barrier(eqn, bool(self.loop)):
                 behind = frozenset(v.id for v in operands if v.depends)
                 self.graph.barriers.append(Barrier(first, len(self.graph.ops), behind))
@@ -298,6 +306,7 @@ class _Builder:
             flops,
             eqn,
             self.backward,
+            self.calls,
         )
         self.graph.ops.append(op)
         if eqn is not None:
