@@ -2,7 +2,7 @@
 
 from spmd_auto import errors
 from spmd_auto.decorator import AutoSharded, auto_shard
-from spmd_auto.mesh import cluster
+from spmd_auto.mesh import cluster, register_profile
 from spmd_auto.mesh.simulate import simulate_devices
 from spmd_auto.plan import Plan, estimate_devices, plan, price
 from spmd_auto.propagate.rules import register_rule
@@ -26,6 +26,7 @@ __all__ = [
     "parallel_info",
     "plan",
     "price",
+    "register_profile",
     "register_rule",
     "run_op",
     "simulate_devices",

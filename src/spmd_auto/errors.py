@@ -33,6 +33,10 @@ class MeshError(SpmdAutoError):
     """A mesh or cluster that cannot be: unknown axes, wrong device count, unlike devices."""
 
 
+class ProfileError(SpmdAutoError):
+    """A hardware profile that cannot be read, or whose figures cannot be meant."""
+
+
 class PinError(SpmdAutoError):
     """A pinned sharding that cannot hold: no such leaf, unknown axis, indivisible dimension."""
 

@@ -1,14 +1,12 @@
-"""Hardware profiles: what a chip can do and how chips are linked. Data files, one per chip, with their sources."""
+"""What a chip can do and how chips are linked: the figures of a hardware profile."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import tomllib
-from functools import cache
-from importlib import resources
+import math
 
-from spmd_auto.errors import MeshError
+# Forms of a tier of links; see `spmd_auto.mesh.stages` for what each costs.
+RING, SWITCH, TORUS, LINE = "ring", "switch", "torus", "line"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +20,9 @@ class Chip:
       memory: bytes of device memory.
       memory_bandwidth: attainable bytes/s of that memory.
       overhead: seconds that a kernel costs at least.
+      combine: bytes up to which the compiler combines neighbouring collectives into one.
+      hidden: largest share of a collective that can run beside computation, of those that nothing waits for.
+      slowdown: by which share computation is slower while a collective runs beside it.
     """
 
     name: str
@@ -30,6 +31,9 @@ class Chip:
     memory: float
     memory_bandwidth: float
     overhead: float
+    combine: float = math.inf
+    hidden: float = 0.0
+    slowdown: float = 0.0
 
     def flops_for(self, itemsize: int) -> float:
         return next((rate for size, rate in self.flops if size >= itemsize), self.flops[-1][1])
@@ -37,10 +41,18 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """One tier of links: bytes/s that a device can send over it, and seconds of latency per hop."""
+    """One tier of links.
+
+    Attributes:
+      bandwidth: bytes/s that a device can send over it in a collective (a closed ring of a torus: both ways together).
+      latency: seconds per hop.
+      form: "ring" (each device sends to the next), "switch" (any device to any other at full speed), "torus" (a closed
+        ring of neighbours, both ways), or "line" (neighbours, both ways, without the link that closes the ring).
+    """
 
     bandwidth: float
     latency: float
+    form: str = RING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +65,8 @@ class Profile:
       per_host: devices of a full host.
       torus: number of torus dimensions, 0 for switched links.
       wraps_at: smallest ring length that is closed (a closed ring sends both ways).
+      source: where the figures come from.
+      sources: the same for each figure, by its name.
     """
 
     chip: Chip
@@ -62,45 +76,4 @@ class Profile:
     torus: int
     wraps_at: int
     source: str
-
-
-def profile_names() -> list[str]:
-    folder = resources.files("spmd_auto.mesh") / "profiles"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-
-
-@cache
-def load_profile(name: str) -> Profile:
-    """Reads a profile by name.
-
-    Raises:
-      MeshError: no such profile; the nearest names are offered.
-    """
-    names = profile_names()
-    if name not in names:
-        near = difflib.get_close_matches(str(name), names, n=2, cutoff=0.3) or names
-        raise MeshError(
-            f"no hardware profile {name!r}",
-            f"profiles are: {', '.join(names)}",
-            [f"did you mean {candidate!r}?" for candidate in near],
-        )
-    text = (resources.files("spmd_auto.mesh") / "profiles" / f"{name}.toml").read_text()
-    data = tomllib.loads(text)
-    chip = Chip(
-        name,
-        data["platform"],
-        tuple(sorted((int(size), rate * data["flops_efficiency"]) for size, rate in data["flops"].items())),
-        data["memory"],
-        data["memory_bandwidth"] * data["memory_efficiency"],
-        data["kernel_overhead"],
-    )
-    links = {key: Link(**data[key]) for key in ("inside", "between") if key in data}
-    return Profile(
-        chip,
-        links["inside"],
-        links.get("between"),
-        data.get("per_host", 1),
-        data.get("torus", 0),
-        data.get("wraps_at", 0),
-        data["source"],
-    )
+    sources: tuple[tuple[str, str], ...] = ()

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from spmd_auto.errors import MeshError
-from spmd_auto.mesh.hardware import Chip, Link, load_profile
+from spmd_auto.mesh.hardware import Chip, Link
 from spmd_auto.mesh.logical import LogicalMesh
+from spmd_auto.mesh.registry import load_profile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
