@@ -140,8 +140,11 @@ def test_terms_of_a_report_add_up(model, mesh):
     for price, state in reports(model, mesh):
         report = make_report(price, state)
         assert report.seconds == pytest.approx(state.seconds, rel=1e-9)
-        assert report.seconds == report.compute + report.fused + report.communication
-        assert min(report.compute, report.fused, report.communication) >= 0
+        assert report.seconds == report.compute + report.fused + report.slowed + report.exposed
+        assert report.exposed == report.communication - report.hidden
+        assert 0 <= report.hidden <= min(report.communication, report.compute)
+        assert 0 <= report.latency <= report.communication * (1 + 1e-12)
+        assert min(report.compute, report.fused, report.communication, report.slowed) >= 0
         assert sum(c.seconds for c in report.collectives) == pytest.approx(report.communication, rel=1e-12)
         assert sum(report.bytes_by_axes().values()) == pytest.approx(report.bytes_moved)
         assert sum(report.bytes_by_kind_and_axes().values()) == pytest.approx(report.bytes_moved)

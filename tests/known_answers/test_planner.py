@@ -102,6 +102,8 @@ def test_report_terms_add_up():
     plan = spmd_auto.plan(step, params, data, mesh=spmd_auto.cluster("h100", hosts=2))
     report = make_report(plan.pricer, plan.priced)
     assert report.seconds == pytest.approx(plan.seconds, rel=1e-9)
-    assert report.compute + report.fused + report.communication == report.seconds
+    assert report.compute + report.fused + report.slowed + report.communication - report.hidden == pytest.approx(
+        report.seconds, rel=1e-12
+    )
     assert sum(c.seconds for c in report.collectives) == pytest.approx(report.communication)
     assert report.memory.total == pytest.approx(plan.memory)

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_auto.cost.memory import MemoryTable
 from spmd_auto.cost.operation import Around, OperationTable, OpForm
+from spmd_auto.cost.overlap import Held, Overlap
 from spmd_auto.cost.reshard import Reshard, ReshardTable
 from spmd_auto.cost.structure import Structure, build_structure
 from spmd_auto.mesh.collectives import Transfer
@@ -28,6 +29,8 @@ class Priced:
       edge_seconds, sum_seconds: seconds per step of each edge and sum group.
       transient: transient bytes of each operation class.
       fractions: share of each value class on one device.
+      apart: seconds of a step if nothing ran beside anything else.
+      held: seconds of computation and of communication that may run beside it, by region (`Overlap`).
       seconds: predicted time of a step.
       memory: predicted peak bytes of one device.
       score: what the search minimises: seconds, and a penalty above the memory budget.
@@ -42,6 +45,8 @@ class Priced:
     sum_seconds: list[float]
     transient: np.ndarray
     fractions: np.ndarray
+    apart: float
+    held: Held
     seconds: float
     memory: float
     score: float
@@ -76,6 +81,7 @@ class Pricer:
         self.memory = memory or MemoryTable(analysis)
         self.reshards = ReshardTable(mesh)
         self.operations = OperationTable(mesh, self.reshards)
+        self.overlap = Overlap(analysis, self.structure, mesh.chip)
         self.states = 0
         self.symmetries = [_Relabelled(p) for p in interchanges(mesh, pinned)]
         self._trips = [cls.trips for cls in analysis.classes.ops]
@@ -201,6 +207,7 @@ class Pricer:
         ops = self.analysis.classes.ops
         seconds = self.fused_seconds(specs) + sum(edges) + sum(sums)
         transient = np.zeros(len(ops))
+        held = self.held(forms, edges, sums)
         for i in self.structure.active:
             form = forms[i]
             assert form is not None
@@ -213,7 +220,21 @@ class Pricer:
             for c, spec in enumerate(specs):
                 key ^= hash((c, relabelled[spec]))  # of integers and tuples only: the same in every process
             keys.append(key)
-        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, tuple(keys))
+        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, held, tuple(keys))
+
+    def held(self, forms: Sequence[OpForm | None], edges: Sequence[float], sums: Sequence[float]) -> Held:
+        """Computation, and communication that may run beside it, by region."""
+        held = self.overlap.nothing()
+        if self.overlap.active:
+            for i in self.structure.active:
+                form = forms[i]
+                assert form is not None
+                self.overlap.operation(held, i, form)
+            for i, spent in enumerate(edges):
+                self.overlap.edge(held, i, spent)
+            for i, spent in enumerate(sums):
+                self.overlap.sum_group(held, i, spent)
+        return held
 
     def _scored(
         self,
@@ -224,12 +245,16 @@ class Pricer:
         sums: list[float],
         transient: np.ndarray,
         fractions: np.ndarray,
-        seconds: float,
+        apart: float,
+        held: Held,
         keys: tuple[int, ...],
     ) -> Priced:
         memory = self.memory.peak(fractions, transient)
+        seconds = apart - self.overlap.saved(held)
         score = seconds if memory <= self.budget else seconds + 10 + 1e3 * (memory / self.budget - 1)
-        return Priced(assignment, specs, forms, edges, sums, transient, fractions, seconds, memory, score, keys)
+        return Priced(
+            assignment, specs, forms, edges, sums, transient, fractions, apart, held, seconds, memory, score, keys
+        )
 
     def change(
         self, parent: Priced, assignment: Assignment, touched: Iterable[int], known: set[int] | None = None
@@ -260,7 +285,7 @@ class Pricer:
         self.states += 1
         specs = list(old)
         fractions = parent.fractions.copy()
-        seconds = parent.seconds
+        seconds, held, overlap = parent.apart, list(parent.held), self.overlap
         structure, share = self.structure, self.reshards.fractions
         op_ids: set[int] = set()
         edge_ids: set[int] = set()
@@ -282,6 +307,8 @@ class Pricer:
             assert before is not None
             transient[i] = form.transient
             seconds += self.op_seconds(i, form) - self.op_seconds(i, before)
+            overlap.operation(held, i, before, -1)
+            overlap.operation(held, i, form)
             if form.targets != before.targets:
                 edge_ids.update(structure.edges_of_op.get(i, ()))
             if form.reductions != before.reductions or form.raws != before.raws:
@@ -290,12 +317,14 @@ class Pricer:
         for i in edge_ids:
             now = self.edge(i, specs, forms)
             seconds += now - edges[i]
+            overlap.edge(held, i, now - edges[i])
             edges[i] = now
         for i in sum_ids:
             now = self.sum_group(i, forms)[0]
             seconds += now - sums[i]
+            overlap.sum_group(held, i, now - sums[i])
             sums[i] = now
-        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, tuple(keys))
+        return self._scored(assignment, specs, forms, edges, sums, transient, fractions, seconds, held, tuple(keys))
 
 
 MOST_SYMMETRIES = 24
@@ -307,9 +336,17 @@ def interchanges(mesh: LogicalMesh, pinned: Sequence[PinnedSpec] = ()) -> list[t
     Axes are interchangeable if they have the same size and the same link, and no pin names them.
     """
     named = {axis for spec in pinned for axes in spec for axis in axes or ()}
-    kind = [object() if a in named else (n, mesh.links[a]) for a, n in enumerate(mesh.sizes)]
+    kind = [object() if a in named else _kind_of(mesh, a) for a in range(len(mesh.sizes))]
     alike = (p for p in itertools.permutations(range(len(kind))) if all(kind[a] == kind[b] for a, b in enumerate(p)))
     return list(itertools.islice(alike, MOST_SYMMETRIES))
+
+
+def _kind_of(mesh: LogicalMesh, axis: int) -> object:
+    """Equal for axes of equal size on equal links, which they share with the same other axes: on a torus dimension that
+    two axes share they are not interchangeable with one that has a dimension to itself."""
+    parts = mesh.parts_of(axis)
+    sharing = [sum(q.tier == p.tier for b in range(len(mesh.sizes)) for q in mesh.parts_of(b)) for p in parts]
+    return mesh.sizes[axis], tuple((p.size, p.link) for p in parts), tuple(sharing)
 
 
 class _Relabelled(dict[Spec, Spec]):

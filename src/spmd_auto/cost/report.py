@@ -53,12 +53,15 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PriceReport:
-    """Terms of a price; `seconds == compute + fused + communication`, `memory.total` the sum of its parts.
+    """Terms of a price: `seconds == compute + fused + slowed + exposed`, `exposed == communication - hidden`, and
+    `memory.total` the sum of its parts.
 
     Attributes:
       compute: seconds in operations that have a form.
       fused: seconds in elementwise operations, by the bytes they move.
-      communication: seconds in collectives (no overlap assumed).
+      communication: seconds in collectives, one after the other.
+      hidden: seconds of `communication` that run beside computation; see `spmd_auto.cost.overlap`.
+      slowed: seconds that computation takes longer for that.
       flops: FLOP in contractions on one device.
       collectives: everything moved, most bytes first.
       memory: bytes at the peak.
@@ -70,10 +73,22 @@ class PriceReport:
     flops: float
     collectives: tuple[Collective, ...]
     memory: MemoryReport
+    hidden: float = 0.0
+    slowed: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which nothing but communication runs."""
+        return self.communication - self.hidden
+
+    @property
+    def latency(self) -> float:
+        """Seconds of `communication` that no bandwidth shortens."""
+        return sum(c.latency for c in self.collectives)
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.fused + self.communication
+        return self.compute + self.fused + self.slowed + self.exposed
 
     def bytes_by_axes(self) -> dict[tuple[str, ...], float]:
         out: dict[tuple[str, ...], float] = defaultdict(float)
@@ -192,6 +207,7 @@ def make_report(pricer: Pricer, priced: Priced) -> PriceReport:
         compute += ops[i].trips * form.compute
         flops += ops[i].trips * form.flops
     found = collectives_of(pricer, priced)
+    hidden = pricer.overlap.beside(pricer.held(priced.forms, priced.edge_seconds, priced.sum_seconds))
     return PriceReport(
         compute,
         pricer.fused_seconds(priced.specs),
@@ -199,4 +215,6 @@ def make_report(pricer: Pricer, priced: Priced) -> PriceReport:
         flops,
         tuple(found),
         pricer.memory.report(priced.fractions, priced.transient),
+        hidden,
+        pricer.overlap.slowdown * hidden,
     )

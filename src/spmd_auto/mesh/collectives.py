@@ -1,9 +1,7 @@
-"""The price of a collective.
+"""The price of a collective: its bytes, and its seconds by the tiers of links that it crosses.
 
-Ring formulas (Thakur et al. 2005; FACTS of the project): over `n` devices and `S` bytes whole, gather,
-scatter and all-to-all send S (n-1)/n bytes per device in n-1 steps; an all-reduce is a scatter and a
-gather.  Over several axes it is one hierarchical collective: the fastest axis carries the whole, each
-further one what is left.
+Bytes by the ring formulas (Thakur et al. 2005): over `n` devices and `S` bytes whole, gather, scatter and all-to-all
+send S (n-1)/n bytes per device; an all-reduce is a scatter and a gather. Seconds: see `spmd_auto.mesh.stages`.
 """
 
 from __future__ import annotations
@@ -12,15 +10,9 @@ import dataclasses
 import math
 
 from spmd_auto.mesh.logical import LogicalMesh
+from spmd_auto.mesh.stages import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, ways
 
-# kind -> how often the payload goes round
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, PERMUTE = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
+__all__ = ["ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "PERMUTE", "REDUCE_SCATTER", "Transfer", "collective"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +24,7 @@ class Transfer:
       axes: mesh axes (indices, sorted) it runs over.
       bytes: bytes that one device sends.
       seconds: its time.
-      latency: the part of its time that does not depend on the bytes.
+      latency: the part of its time that is latency.
     """
 
     kind: str
@@ -54,21 +46,17 @@ def collective(
       axes: mesh axes of the group.
       size: payload bytes per device: the reduced buffer, the gathered result, the input before a scatter,
         the local buffer of an all-to-all or permute.
-      latency: share of the latency that it pays; below 1 if XLA combines it with others.
+      latency: share of the latency that it pays; below 1 if XLA combines it with others, as long as it is small
+        (`Chip.combine`).
     """
-    axes = tuple(sorted(a for a in axes if mesh.sizes[a] > 1))  # nobody is sent anything along the others
-    count = math.prod(mesh.sizes[a] for a in axes)
+    axes = tuple(sorted([a for a in axes if mesh.sizes[a] > 1]))  # nobody is sent anything along the others
+    count = math.prod([mesh.sizes[a] for a in axes])
     if count == 1:
         return Transfer(kind, axes, 0.0, 0.0)
+    if latency < 1:  # what fills a combined collective by itself pays its latency alone
+        latency += (1 - latency) * min(1.0, size / mesh.chip.combine)
+    seconds, paid = min([(latency * a + size * b, latency * a) for a, b in ways(mesh, kind, axes)])
     if kind == PERMUTE:
-        slow = min((mesh.links[a] for a in axes), key=lambda link: link.bandwidth)
-        return Transfer(kind, axes, size, latency * slow.latency + size / slow.bandwidth, latency * slow.latency)
+        return Transfer(kind, axes, size, seconds, paid)
     rounds = 2 if kind == ALL_REDUCE else 1
-    seconds, hops, left = 0.0, 0.0, size
-    for axis in sorted(axes, key=lambda a: -mesh.links[a].bandwidth):
-        n, link = mesh.sizes[axis], mesh.links[axis]
-        hops += latency * link.latency * (n - 1)
-        seconds += left * (n - 1) / n / link.bandwidth
-        if kind != ALL_TO_ALL:  # an all-to-all sends on what leaves the fast group undiminished
-            left /= n
-    return Transfer(kind, axes, rounds * size * (count - 1) / count, rounds * (hops + seconds), rounds * hops)
+    return Transfer(kind, axes, rounds * size * (count - 1) / count, seconds, paid)

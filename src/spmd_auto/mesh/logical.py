@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,19 +18,38 @@ from spmd_auto.mesh.hardware import Chip, Link
 Spec = tuple[tuple[int, ...], ...]
 
 
+class Part(NamedTuple):
+    """What a mesh axis has of one tier of links: `size` devices on `link`; parts of one tier share its links."""
+
+    size: int
+    link: Link
+    tier: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogicalMesh:
     """Axes in device order (first is outermost).
 
     Attributes:
-      names, sizes, links: one entry per axis.
+      names, sizes, links: one entry per axis; the link is the slowest that the axis crosses.
       chip: what each device is.
+      parts: for each axis the tiers that it crosses; empty if each axis is one tier of its own.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     chip: Chip
+    parts: tuple[tuple[Part, ...], ...] = ()
+    # prices by kind and axes: see `spmd_auto.mesh.stages.ways`
+    known_ways: dict[tuple[str, tuple[int, ...]], tuple[tuple[float, float], ...]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def parts_of(self, axis: int) -> tuple[Part, ...]:
+        if self.parts:
+            return self.parts[axis]
+        return (Part(self.sizes[axis], self.links[axis], self.names[axis]),)
 
     @property
     def device_count(self) -> int:

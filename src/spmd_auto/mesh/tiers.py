@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from spmd_auto.errors import MeshError
-from spmd_auto.mesh.hardware import Chip, Link
-from spmd_auto.mesh.logical import LogicalMesh
+from spmd_auto.mesh.hardware import LINE, TORUS, Chip, Link
+from spmd_auto.mesh.logical import LogicalMesh, Part
 from spmd_auto.mesh.registry import load_profile
 
 
@@ -54,20 +54,32 @@ class Cluster:
                 "every device must have exactly one place",
                 [f"sizes whose product is {self.device_count}"],
             )
-        links = [self._slowest(stride) for stride in _strides(list(sizes.values()))]
-        return LogicalMesh(tuple(sizes), tuple(sizes.values()), tuple(links), self.chip)
+        return self._mesh(list(sizes), list(sizes.values()))
 
-    def _slowest(self, span: tuple[int, int]) -> Link:
-        """The slowest link crossed between devices `stride` apart within `stride * size`."""
-        stride, size = span
-        inner = 1
-        crossed = []
+    def _mesh(self, names: Sequence[str], sizes: Sequence[int]) -> LogicalMesh:
+        parts = [self._parts(stride, size) for stride, size in _strides(list(sizes))]
+        links = [min((p.link for p in of), key=lambda link: link.bandwidth) for of in parts]
+        return LogicalMesh(tuple(names), tuple(sizes), tuple(links), self.chip, tuple(parts))
+
+    def _parts(self, stride: int, size: int) -> tuple[Part, ...]:
+        """What devices `stride` apart within `stride * size` have of each tier, innermost first."""
+        inner, found, even = 1, list[Part](), True
         for tier in reversed(self.tiers):
             outer = inner * tier.size
-            if stride < outer and stride * size > inner and tier.size > 1:
-                crossed.append(tier.link)
+            first, last = max(stride, inner), min(stride * size, outer)
+            if first < last:
+                even &= first % inner == last % first == outer % last == 0
+                link = _part_of(tier, first // inner, last // first)
+                found.append(Part(max(last // first, 1), link, tier.name))
+            elif not even and stride < outer:
+                found.append(Part(1, tier.link, tier.name))  # groups that fill no tier reach into the next one
             inner = outer
-        return min(crossed, key=lambda link: link.bandwidth) if crossed else self.tiers[-1].link
+        if not found:
+            return (Part(size, self.tiers[-1].link, self.tiers[-1].name),)
+        if even:
+            return tuple(found)
+        slowest = min(found, key=lambda part: part.link.bandwidth)
+        return (slowest._replace(size=size),)
 
     def meshes(self) -> list[LogicalMesh]:
         """Meshes to search: each tier an axis; a single tier also split in two, evenly first.
@@ -81,14 +93,27 @@ class Cluster:
         for choice in choices:
             if sum(map(len, choice)) > max(2, len(tiers)):
                 continue
-            names, sizes, links = [], [], []
+            names, sizes = list[str](), list[int]()
             for tier, factors in zip(tiers, choice, strict=True):
                 for index, size in enumerate(factors):
                     names.append(tier.name if len(factors) == 1 else f"{tier.name}{index}")
                     sizes.append(size)
-                    links.append(tier.link)
-            found.append(LogicalMesh(tuple(names), tuple(sizes), tuple(links), self.chip))
+            found.append(self._mesh(names, sizes))
         return found
+
+
+def _part_of(tier: Tier, stride: int, size: int) -> Link:
+    """The link of `size` groups of a tier that are `stride` apart.
+
+    Through a switch each device has its own way. On a torus, rings of devices that are not neighbours run through the
+    same links as the rings between them, and share them; only what goes all round a closed ring is closed.
+    """
+    link = tier.link
+    if link.form not in (TORUS, LINE) or (stride == 1 and size == tier.size):
+        return link
+    closed = link.form == TORUS and stride * size == tier.size
+    bandwidth = link.bandwidth if closed or link.form == LINE else link.bandwidth / 2
+    return Link(bandwidth / stride, link.latency * stride, TORUS if closed else LINE)
 
 
 def _divisors(n: int) -> list[int]:
@@ -143,8 +168,10 @@ def cluster(chip: str, *, hosts: int = 1, per_host: int | None = None, topology:
         tiers = []
         for name, size in zip("xyz", sizes, strict=False):
             # a closed ring sends both ways round
-            ways = 2 if size >= profile.wraps_at else 1
-            tiers.append(Tier(name, size, Link(profile.inside.bandwidth * ways, profile.inside.latency)))
+            closed = size >= profile.wraps_at
+            ways = 2 if closed else 1
+            link = Link(profile.inside.bandwidth * ways, profile.inside.latency, TORUS if closed else LINE)
+            tiers.append(Tier(name, size, link))
         return Cluster(profile.chip, tuple(tiers))
     if topology is not None:
         raise MeshError(f"{chip} has no topology argument", "its links are switched", [f'cluster("{chip}", hosts=2)'])

@@ -97,6 +97,8 @@ def compare_plans(first: Plan, second: Plan) -> PlanComparison:
         Term("compute", "s", a.compute, b.compute),
         Term("elementwise", "s", a.fused, b.fused),
         Term("communication", "s", a.communication, b.communication),
+        Term("of it hidden", "s", a.hidden, b.hidden),
+        Term("slowed beside it", "s", a.slowed, b.slowed),
     ]
     times_a, times_b = _seconds_by_axes(a), _seconds_by_axes(b)
     moved_a, moved_b = a.bytes_by_axes(), b.bytes_by_axes()

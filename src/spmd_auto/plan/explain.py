@@ -155,6 +155,10 @@ def price_table(plan: Plan) -> Table:
         if b >= 1
     )
     table.add_row("communication", duration(report.communication), moved or "none")
+    if report.hidden:
+        beside = "of weights and gradients, beside the computation of their loops"
+        table.add_row("  hidden", _signed(-report.hidden, duration), beside)
+        table.add_row("  slowed", _signed(report.slowed, duration), "computation that shares the device with them")
     table.add_row("sum", duration(report.seconds), f"{size(report.bytes_moved)} sent")
     m = report.memory
     table.add_row(

@@ -13,6 +13,7 @@ import jax
 from spmd_auto.cost.pricer import Pricer
 from spmd_auto.errors import PlanFileError
 from spmd_auto.mesh import Chip, Link, LogicalMesh
+from spmd_auto.mesh.logical import Part
 from spmd_auto.plan.make import analyse_for, budget_for
 from spmd_auto.plan.pins import Pins, resolve_pins, result_path
 from spmd_auto.plan.plan import Plan, SearchRecord
@@ -38,6 +39,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "names": list(mesh.names),
             "sizes": list(mesh.sizes),
             "links": [dataclasses.asdict(link) for link in mesh.links],
+            "parts": [
+                [{"size": p.size, "link": dataclasses.asdict(p.link), "tier": p.tier} for p in parts]
+                for parts in mesh.parts
+            ],
             "chip": dataclasses.asdict(mesh.chip),
         },
         "assignment": [{"axis": names.get(g, ""), "group": g, "mesh_axis": mesh.names[a]} for g, a in assignment.order],
@@ -62,6 +67,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "compute": report.compute,
             "fused": report.fused,
             "communication": report.communication,
+            "hidden": report.hidden,
+            "slowed": report.slowed,
             "bytes_moved": report.bytes_moved,
             "memory": dataclasses.asdict(report.memory),
         },
@@ -194,7 +201,13 @@ def _apply(data: dict[str, Any], program: Program, pins: Pins | None, memory: fl
     m = data["mesh"]
     chip = dict(m["chip"])
     chip["flops"] = tuple((int(size), float(rate)) for size, rate in chip["flops"])
-    mesh = LogicalMesh(tuple(m["names"]), tuple(m["sizes"]), tuple(Link(**link) for link in m["links"]), Chip(**chip))
+    mesh = LogicalMesh(
+        tuple(m["names"]),
+        tuple(m["sizes"]),
+        tuple(Link(**link) for link in m["links"]),
+        Chip(**chip),
+        tuple(tuple(Part(p["size"], Link(**p["link"]), p["tier"]) for p in parts) for parts in m["parts"]),
+    )
     axis = mesh.names.index
     if pins is None:
         pins = {path: _pin_from_json(spec) for path, spec in data["pins"].items()}

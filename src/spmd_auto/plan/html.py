@@ -72,6 +72,8 @@ def _price(plan: Plan) -> list[tuple[str, ...]]:
         seconds[c.kind, c.axes] = seconds.get((c.kind, c.axes), 0.0) + c.seconds
     for key, moved in sorted(report.bytes_by_kind_and_axes().items()):
         rows.append((f"{key[0]} over {'+'.join(key[1])}", duration(seconds[key]), size(moved)))
+    if report.hidden:
+        rows.append(("hidden, slowed by it", duration(report.slowed - report.hidden), ""))
     return [*rows, ("sum", duration(report.seconds), size(report.bytes_moved))]
 
 

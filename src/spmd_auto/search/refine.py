@@ -19,31 +19,40 @@ def refine(pricer: Pricer, priced: Priced, rounds: int = ROUNDS) -> Priced:
     """A price at most as high, with the same specs. Within the memory budget if `priced` was."""
     specs, structure = priced.specs, pricer.structure
     forms, edges, sums = list(priced.forms), list(priced.edge_seconds), list(priced.sum_seconds)
-    seconds = priced.seconds
+    seconds, held, overlap = priced.apart, list(priced.held), pricer.overlap
+    saved = overlap.saved(held)
     choices = {i: pricer.forms(i, specs) for i in structure.active}
     improved_ever = False
 
     def attempt(switch: dict[int, OpForm]) -> bool:
-        nonlocal seconds
+        nonlocal seconds, held, saved
         switch = {i: form for i, form in switch.items() if form != forms[i]}
         if not switch:
             return False
         before = {i: forms[i] for i in switch}
         delta = 0.0
+        now = list(held)
         edge_ids: set[int] = set()
         sum_ids: set[int] = set()
         for i, form in switch.items():
             old = forms[i]
             assert old is not None
             delta += pricer.op_seconds(i, form) - pricer.op_seconds(i, old)
+            overlap.operation(now, i, old, -1)
+            overlap.operation(now, i, form)
             edge_ids.update(structure.edges_of_op.get(i, ()))
             sum_ids.update(structure.sums_of_op.get(i, ()))
             forms[i] = form
         new_edges = {e: pricer.edge(e, specs, forms) for e in edge_ids}
         new_sums = {g: pricer.sum_group(g, forms)[0] for g in sum_ids}
         delta += sum(s - edges[e] for e, s in new_edges.items()) + sum(s - sums[g] for g, s in new_sums.items())
-        if delta < -GAIN * seconds:
-            seconds += delta
+        for e, s in new_edges.items():
+            overlap.edge(now, e, s - edges[e])
+        for g, s in new_sums.items():
+            overlap.sum_group(now, g, s - sums[g])
+        more = overlap.saved(now) - saved
+        if delta - more < -GAIN * (seconds - saved):
+            seconds, held, saved = seconds + delta, now, saved + more
             for e, s in new_edges.items():
                 edges[e] = s
             for g, s in new_sums.items():
