@@ -125,7 +125,7 @@ def test_activations_under_tensor_and_sequence_parallelism(model):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_of_states_under_zero(stage):
-    """4 bytes of weights, 4 of gradients and 8 of Adam's moments a parameter in float32, of which (Rajbhandari et al. 2020)
+    """4 bytes of weights, 4 of gradients, 8 of moments a float32 parameter, of which (Rajbhandari et al. 2020)
     stage 1 divides the optimizer's, stage 2 also the gradients', stage 3 also the weights'."""
     size, width, devices = 2, 256, 8
     single = jax.ShapeDtypeStruct((width, width), jnp.float32)
