@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from programs.training import array, cross_entropy, optimizer, training
 
+from programs.training import array, cross_entropy, optimizer, training
 from tests.models import gpt
 
 BF16 = jnp.bfloat16

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import optax
+
 from programs.training import array, training
 
 BF16 = jnp.bfloat16

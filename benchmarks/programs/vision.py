@@ -7,6 +7,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
 from programs.training import array, training
 
 BF16 = jnp.bfloat16
