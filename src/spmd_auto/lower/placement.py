@@ -16,6 +16,7 @@ from spmd_auto.cost.reshard import ReshardTable, gather_steps
 from spmd_auto.cost.structure import SumTree, reads_stored
 from spmd_auto.mesh.collectives import ALL_REDUCE
 from spmd_auto.mesh.logical import LogicalMesh, Spec
+from spmd_auto.propagate.analysis import Analysis
 from spmd_auto.propagate.assignment import axis_places
 from spmd_auto.propagate.factors import Kind
 from spmd_auto.propagate.graph import Graph, Op, Site, Value
@@ -127,18 +128,11 @@ def place(pricer: Pricer, priced: Priced) -> Placements:
         cut = op.cuts_regions or op.name.startswith(_WINDOWED) or op.name in (*ON_SHARDS, *_AS_IT_IS)
         if form is not None and (cut or _moves(op, form) or _pinned(pricer, op)):
             placement = _cut_point(pricer.reshards, op, form, own, op.site in pending)
-            if op.backward:
-                again = tuple(
-                    k
-                    for k, v in enumerate(op.operands)
-                    if v.placed and reads_stored(analysis, v.id) and gather_steps(mesh, own(v), form.targets[k])
-                )
-                placement = dataclasses.replace(placement, again=again)
-            by_site[op.site] = placement
-            continue
-        placement = _elementwise(pricer.reshards, op, form, own) if form is not None else None
+        else:
+            placement = _elementwise(pricer.reshards, op, form, own) if form is not None else None
         if placement is not None:
-            by_site[op.site] = placement
+            assert form is not None
+            by_site[op.site] = dataclasses.replace(placement, again=_again(analysis, mesh, op, form, own))
         elif op.name in ("add", "add_any") and op.results[0].placed:
             by_site[op.site] = Placement(((),) * len(op.operands), ((own(op.results[0]),),))
     copied = {op.results[0].id: own(op.operands[0]) for op in graph.ops if op.name == "result"}
@@ -162,6 +156,17 @@ def _pinned(pricer: Pricer, op: Op) -> bool:
     classes = pricer.analysis.classes
     memory = op.eqn.params["sharding"].memory_kind
     return classes.values[classes.of_value[op.results[0].id]].pin is not None and memory in (None, "device")
+
+
+def _again(analysis: Analysis, mesh: LogicalMesh, op: Op, form: OpForm, own: Own) -> tuple[int, ...]:
+    """Operands that the backward pass gathers of stored parameters."""
+    if not op.backward:
+        return ()
+    return tuple(
+        k
+        for k, v in enumerate(op.operands)
+        if v.placed and reads_stored(analysis, v.id) and gather_steps(mesh, own(v), form.targets[k])
+    )
 
 
 def _cut_point(reshards: ReshardTable, op: Op, form: OpForm, own: Own, deferred: bool) -> Placement:

@@ -36,6 +36,7 @@ class Replay:
         # one constrained value per (value, spec) and loop body: a second constraint would gather again
         self._scopes: list[dict[tuple[int, Spec], tuple[Any, Any]]] = [{}]
         self._again: list[dict[int, tuple[Any, Any]]] = [{}]
+        self._latest: list[Any] = [None]  # the last array computed in each loop body
 
     def sharding(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.mesh, self.logical.partition_spec(spec))
@@ -56,10 +57,12 @@ class Replay:
     def _enter(self) -> None:
         self._scopes.append({})
         self._again.append({})
+        self._latest.append(None)
 
     def _leave(self) -> None:
         self._scopes.pop()
         self._again.pop()
+        self._latest.pop()
 
     def run(self, jaxpr: Any, args: Sequence[Any], site: Site = ()) -> list[Any]:
         inner = _compat.open_jaxpr(jaxpr)
@@ -75,6 +78,7 @@ class Replay:
             with _compat.eqn_context(eqn):
                 outs = self.apply(eqn, [read(v) for v in eqn.invars], (*site, index))
             env.update(zip(eqn.outvars, outs, strict=True))
+            self._latest[-1] = next((x for x in outs if isinstance(x, jax.Array)), self._latest[-1])
             for v in eqn.invars:
                 if not isinstance(v, _compat.Literal) and last_use[v] == index and v not in keep:
                     env.pop(v, None)
@@ -126,7 +130,7 @@ class Replay:
             return [self.constrain(out, deferred.stored)]
         if placement is None:
             return [Pending(eqn, site, operands)] if site in self.placements.pending else bind_safely(eqn, operands)
-        if placement.again and len(operands) > 1:
+        if placement.again:
             operands = self.read_again(operands, placement.again)
         for k, specs in enumerate(placement.operands):
             for spec in specs:
@@ -147,11 +151,16 @@ class Replay:
         return outs
 
     def read_again(self, operands: list[Any], again: tuple[int, ...]) -> list[Any]:
-        """Operands `again` anew, not before the others are there; once per value and loop body."""
+        """Operands `again` anew, not before the others are there; once per value and loop body.
+
+        An operation without others (a reversed kernel) waits for what was computed before it.
+        """
         scope = self._again[-1]
         fresh = [k for k in again if id(operands[k]) not in scope]
         if fresh:
             others = [x for k, x in enumerate(operands) if k not in again]
+            if not others and self._latest[-1] is not None:
+                others = [self._latest[-1]]
             barred = lax.optimization_barrier([*(operands[k] for k in fresh), *others])
             for k, x in zip(fresh, barred, strict=False):
                 scope[id(operands[k])] = (operands[k], x)
@@ -179,8 +188,11 @@ class Replay:
             carry = self._all_carried(carry, specs.start)
             outs = self.run(params["jaxpr"], [*constants, *carry, *xs], site)
             out_carry = self._all_carried(outs[:carries], specs.end)
+            # as they are stacked: XLA would move each piece to where the stack lies
+            pieces = [None if spec is None else spec[1:] for spec in specs.results[carries:]]
+            ys = self._all_carried(outs[carries:], pieces)
             self._leave()
-            return out_carry, outs[carries:]
+            return out_carry, ys
 
         final, ys = lax.scan(
             body,
