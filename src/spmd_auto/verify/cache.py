@@ -46,7 +46,8 @@ class SummaryCache:
         where = parse_target(target)
         text = lowered if isinstance(lowered, str) else lowered.as_text()
         axes = [] if mesh is None else [[str(name), size] for name, size in mesh.shape.items()]
-        parts = [_FORMAT, str(where), sorted(where.compiler_options.items()), axes, jax.__version__, compiler_versions(where)]
+        options = sorted(where.compiler_options.items())
+        parts = [_FORMAT, str(where), options, axes, jax.__version__, compiler_versions(where)]
         digest = hashlib.sha256(json.dumps(parts).encode())
         digest.update(text.encode())
         return digest.hexdigest()

@@ -13,6 +13,7 @@ from spmd_auto.plan.explain import render, size
 from spmd_auto.verify.cache import SummaryCache
 from spmd_auto.verify.hlo import read_compiled
 from spmd_auto.verify.program import ProgramSummary
+from spmd_auto.verify.rewrites import Finding, Outcome, find_rewrites
 from spmd_auto.verify.targets import Target, compile_for, parse_target
 
 if TYPE_CHECKING:
@@ -25,11 +26,16 @@ SCALARS = 4096  # bytes: losses, norms and counters
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AxisRow:
-    """Bytes that one device sends per step over one set of mesh axes, by kind; predicted and found."""
+    """Bytes that one device sends per step over one set of mesh axes, by kind; predicted and found.
+
+    Attributes:
+      finding: what XLA made of them; None where nobody looked.
+    """
 
     axes: tuple[str, ...]
     predicted: dict[str, float]
     found: dict[str, float]
+    finding: Finding | None = None
 
     @property
     def predicted_bytes(self) -> float:
@@ -69,7 +75,7 @@ class Verification:
     def differing_rows(self) -> list[AxisRow]:
         """Rows whose bytes differ, the largest difference first."""
         total = sum(max(r.predicted_bytes, r.found_bytes) for r in self.rows)
-        ignored = max(NEGLIGIBLE * total, SCALARS)
+        ignored = negligible(total)
         rows = [
             row
             for row in self.rows
@@ -92,10 +98,18 @@ class Verification:
                 f"{self.predicted_flops:.4g} were predicted"
             )
         worst = self.differing_rows[0]
-        return (
-            f"the compiled program differs from the plan: over {'+'.join(worst.axes)} it moves "
-            f"{size(worst.found_bytes)} where {size(worst.predicted_bytes)} were predicted"
+        finding = worst.finding
+        bytes_of = (
+            f"over {'+'.join(worst.axes)} it moves {size(worst.found_bytes)} where {size(worst.predicted_bytes)} "
+            f"were predicted"
         )
+        if all(row.finding is not None and row.finding.outcome is Outcome.REWRITTEN for row in self.differing_rows):
+            assert finding is not None
+            how = "; ".join(sorted(rewrite.value for rewrite in finding.rewrites))
+            return f"XLA rewrote the plan's collectives: {bytes_of} ({how})"
+        lines = [] if finding is None else [line.source for line in finding.lines if line.source]
+        at = f", most of it from {lines[0]}" if lines else ""
+        return f"the compiled program differs from the plan: {bytes_of}{at}"
 
     def table(self) -> Table:
         table = Table(title=f"plan against the program compiled for {self.target}", title_justify="left")
@@ -103,11 +117,14 @@ class Verification:
             table.add_column(name)
         for name in ("predicted", "found"):
             table.add_column(name, justify="right")
+        table.add_column("outcome")
         for row in self.rows:
+            how = "" if row.finding is None else row.finding.how
             for kind in sorted({*row.predicted, *row.found}):
                 a, b = row.predicted.get(kind, 0.0), row.found.get(kind, 0.0)
                 if max(a, b) >= 1:
-                    table.add_row("+".join(row.axes), kind, size(a), size(b))
+                    table.add_row("+".join(row.axes), kind, size(a), size(b), how)
+                    how = ""
         table.add_section()
         table.add_row("", "FLOP in contractions", f"{self.predicted_flops:.4g}", f"{self.found_flops:.4g}")
         found = "unknown" if self.found_memory is None else size(self.found_memory)
@@ -118,6 +135,11 @@ class Verification:
         return render(self.table(), self.verdict)
 
 
+def negligible(total: float) -> float:
+    """Bytes that do not matter where so many are moved in all."""
+    return max(NEGLIGIBLE * total, SCALARS)
+
+
 def compare(plan: Plan, summary: ProgramSummary, target: str) -> Verification:
     """Holds a compiled program's summary against a plan's prediction."""
     predicted: dict[tuple[str, ...], dict[str, float]] = {}
@@ -126,7 +148,17 @@ def compare(plan: Plan, summary: ProgramSummary, target: str) -> Verification:
         predicted.setdefault(axes, {})[kind] = b
     for (kind, axes), b in summary.bytes_by_kind_and_axes().items():
         found.setdefault(axes, {})[kind] = b
-    rows = tuple(AxisRow(axes, predicted.get(axes, {}), found.get(axes, {})) for axes in sorted({*predicted, *found}))
+    ignored = negligible(max(plan.report.bytes_moved, summary.total_bytes))
+
+    def row(axes: tuple[str, ...]) -> AxisRow:
+        finding = find_rewrites(
+            [c for c in plan.report.collectives if c.axes == axes],
+            [c for c in summary.collectives if c.axes == axes],
+            ignored,
+        )
+        return AxisRow(axes, predicted.get(axes, {}), found.get(axes, {}), finding)
+
+    rows = tuple(row(axes) for axes in sorted({*predicted, *found}))
     memory = summary.memory
     return Verification(
         target,
@@ -134,7 +166,7 @@ def compare(plan: Plan, summary: ProgramSummary, target: str) -> Verification:
         plan.report.flops,
         summary.dot_flops,
         plan.memory,
-        None if memory is None else float(memory.peak or memory.arguments + memory.temporaries),
+        None if memory is None else float(memory.needed),
         summary,
     )
 

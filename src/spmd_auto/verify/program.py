@@ -68,7 +68,7 @@ class MemoryUse:
       arguments, outputs, temporaries: sizes of the buffers.
       aliases: bytes of outputs that reuse a donated argument.
       peak: most bytes live at once, arguments included; None where the compiler doesn't say. Below about 150 MB of
-        temporaries a TPU reports its on-chip memory here instead.
+        temporaries a TPU reports its on-chip memory here instead, and a CPU may leave its temporaries out.
     """
 
     arguments: int
@@ -76,6 +76,17 @@ class MemoryUse:
     aliases: int
     temporaries: int
     peak: int | None
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a device needs: the peak where it can be one, else all buffers.
+
+        A peak holds what goes in and comes out and most of the temporaries: compilers pack those into a buffer hardly
+        larger than what of them is live at once. One that holds less than half of them is something else.
+        """
+        least = self.arguments + self.outputs - self.aliases
+        most = least + self.temporaries
+        return self.peak if self.peak is not None and least + self.temporaries / 2 <= self.peak <= most else most
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ _EXAMPLES = ("cpu:8", "tpu:v5e:4x4", "tpu:v5p:8x8x8", "gpu:h100:2x8")
 _TPU_TORUS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
 # Chips of a host, which libtpu wants the topology to be a multiple of.
 _TPU_HOST = (2, 2, 1)
+# Without a device to try tiles on, Triton's guess for a contraction may fit none; cuBLAS then computes it. What is
+# moved between devices is the same.
+_TRITON, _NO_TILES = "xla_gpu_enable_triton_gemm", "Couldn't find output tile sizes"
 # libtpu asks the cloud's metadata server who it is, and locks the machine's TPUs, unless told otherwise.
 _TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _GPU_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -209,8 +212,14 @@ def compile_for(target: str | Target, lowered: Any, options: Mapping[str, Any] |
     Returns:
       The compiled program, as `lowered.compile()` gives it.
     """
-    merged = {**parse_target(target).compiler_options, **(options or {})}
-    return lowered.compile(compiler_options=merged or None)
+    where = parse_target(target)
+    merged = {**where.compiler_options, **(options or {})}
+    try:
+        return lowered.compile(compiler_options=merged or None)
+    except jax.errors.JaxRuntimeError as error:
+        if where.platform != "gpu" or _TRITON in merged or _NO_TILES not in str(error):
+            raise
+        return lowered.compile(compiler_options={**merged, _TRITON: False})
 
 
 def _shape(text: str, size: str, dimensions: int) -> tuple[int, ...]:
