@@ -33,6 +33,7 @@ from spmd_auto.runtime.start import Creation
 from spmd_auto.search.beam import SearchOptions
 from spmd_auto.trace import Call, objects, static_arguments, take_apart, trace
 from spmd_auto.trace.calls import argument_names
+from spmd_auto.verify.rank import Verified
 
 logger = logging.getLogger("spmd_auto")
 
@@ -66,6 +67,7 @@ class AutoSharded:
         ragged: Ragged = "replicate",
         local: str | Sequence[str] = (),
         cache: bool = True,
+        verify: Verified = False,
         quiet: bool = False,
     ):
         check_function(fn)
@@ -84,6 +86,7 @@ class AutoSharded:
             "ragged": ragged,
             "local": local,
             "cache": cache,
+            "verify": verify,
             "quiet": quiet,
         }
         check_options(self._options)
@@ -92,7 +95,7 @@ class AutoSharded:
         self._pins, self._memory, self._search = dict(pins or {}), memory, search
         self._donate = donate
         self._static_argnums, self._static_argnames = static_arguments(fn, static_argnums, static_argnames)
-        self._like, self._cache, self._quiet = like, cache, quiet
+        self._like, self._cache, self._verify, self._quiet = like, cache, verify, quiet
         self._ragged: Ragged = ragged
         self._local = local_names(fn, local)
         self._entries: dict[Any, _Entry] = {}
@@ -184,6 +187,7 @@ class AutoSharded:
                 search=self._search,
                 progress=progress,
                 cache=self._cache,
+                verify=self._verify,
                 group=group,
             )
         if not self._quiet:
@@ -381,6 +385,7 @@ def auto_shard(
     ragged: Ragged = "replicate",
     local: str | Sequence[str] = (),
     cache: bool = True,
+    verify: Verified = False,
     quiet: bool = False,
 ) -> Callable[[Callable[..., Any]], AutoSharded]: ...
 def auto_shard(fn: Any = None, **options: Any) -> Any:
@@ -402,11 +407,13 @@ def auto_shard(fn: Any = None, **options: Any) -> Any:
         on each); without it, a process' own arrays are taken for the whole. One process: no difference.
       cache: keep the plan on disk, and take one that an earlier run kept for the same program instead of searching (in
         `$SPMD_AUTO_CACHE`, or `~/.cache/spmd_auto`; `SPMD_AUTO_PLAN_CACHE=off` turns it off for all steps).
+      verify: compile the best few plans and take the one that is best by the bytes and the memory of its program: True
+        for the devices at hand, or a target ("tpu:v5e:4x4"). What is compiled is kept, as plans are.
       quiet: no notices and no progress.
 
     Raises:
       TraceError: no function, or arguments named that it does not have.
-      StrategyError, PinError, BatchError: an option that means nothing.
+      StrategyError, PinError, BatchError, VerifyError: an option that means nothing.
       MeshError: `like` and another mesh than that step's.
     """
     check_names(options)

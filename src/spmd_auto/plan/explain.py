@@ -216,6 +216,8 @@ def explain_parts(plan: Plan) -> tuple[Any, ...]:
         notes.append(f"not searched again: {ORIGINS[record.origin]}")
     if record.stopped:
         notes.append(f"the search was stopped by its {record.stopped}: the best plan so far")
+    if record.verified:
+        notes.append(record.verified)
     whole = whole_leaves(plan)
     if whole:
         notes.append("held whole by every device: " + ", ".join(f"{path} ({size(b)})" for path, b in whole))

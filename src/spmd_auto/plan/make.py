@@ -29,6 +29,9 @@ USABLE = 0.92
 MeshLike = LogicalMesh | Cluster | jax.sharding.Mesh | jax.sharding.AbstractMesh | None
 Progress = Callable[[str], None]
 
+# Plans of a search that `verify` compiles.
+FEW = 4
+
 
 def candidate_meshes(mesh: MeshLike) -> list[LogicalMesh]:
     """Logical meshes to search: the one given, or those that a cluster offers (default: this process' devices)."""
@@ -79,6 +82,7 @@ def make_plan(
     memory: float | None = None,
     search: SearchOptions | None = None,
     progress: Progress | None = None,
+    verify: Any = False,
 ) -> Plan:
     """Searches the best plan for a program.
 
@@ -87,10 +91,13 @@ def make_plan(
         hand.
       pins: tree-path glob -> PartitionSpec.
       memory: bytes per device; default 92 % of the chip's, no limit on the CPU.
+      verify: True, or a target: the best few plans are compiled for the devices at hand, or for the target, and the
+        best is chosen by what their programs move and keep.
 
     Raises:
       MemoryBudgetError: nothing fits; says what came nearest.
       PinError: a pin that can't hold.
+      VerifyError: `verify`, and the plans can't be compiled.
     """
     start = time.perf_counter()
     options = search or SearchOptions()
@@ -98,28 +105,46 @@ def make_plan(
     clock = Clock(options.states, None if options.seconds is None else time.monotonic() + options.seconds)
     analysis: Analysis | None = None
     structure = memory_table = None
-    best: tuple[Pricer, Priced, Pinned] | None = None
+    ends: list[tuple[Pricer, Priced, Pinned]] = []
     states = 0
     for candidate, pinned in _pinned_candidates(program, meshes, pins or {}):
         if analysis is None:
             analysis = analyse_for(program, candidate, pinned)
             structure, memory_table = build_structure(analysis), MemoryTable(analysis)
         pricer = Pricer(analysis, candidate, budget_for(candidate, memory), _specs(pinned), structure, memory_table)
-        found = search_mesh(pricer, build_space(analysis, candidate), options, clock, progress)
+        found = search_mesh(pricer, build_space(analysis, candidate), options, clock, progress, FEW if verify else 0)
         states += pricer.states
-        if found and (best is None or found[0].score < best[1].score):
-            best = (pricer, found[0], pinned)
+        ends += [(pricer, priced, pinned) for priced in found]
         if clock.stopped:
             break
-    assert best is not None
-    pricer, priced, pinned = best
+    ends.sort(key=lambda end: end[1].score)
+    record = SearchRecord(states, time.perf_counter() - start, clock.stopped, len(meshes))
+    plans = [_finished(*end, record, devices_of(mesh)) for end in _distinct(ends, FEW if verify else 1)]
+    fitting = [plan for plan in plans if plan.priced.memory <= plan.pricer.budget]
+    if not fitting:
+        raise _does_not_fit(plans[0])
+    if not verify:
+        return fitting[0]
+    from spmd_auto.verify.rank import choose  # compiling comes after planning
+
+    return choose(fitting, verify, progress)
+
+
+def _distinct(ends: list[tuple[Pricer, Priced, Pinned]], count: int) -> list[tuple[Pricer, Priced, Pinned]]:
+    """The first ends that are not the same layouts and forms on the same mesh."""
+    out: dict[object, tuple[Pricer, Priced, Pinned]] = {}
+    for pricer, priced, pinned in ends:
+        choices = tuple(None if form is None else (form.choice, form.targets) for form in priced.forms)
+        out.setdefault((pricer.mesh, tuple(priced.specs), choices), (pricer, priced, pinned))
+        if len(out) == count:
+            break
+    return list(out.values())
+
+
+def _finished(pricer: Pricer, priced: Priced, pinned: Pinned, record: SearchRecord, devices: list[Any] | None) -> Plan:
     # the search adds up changes: priced anew, a plan has the very price that its file gives when it is loaded
     priced = pricer.assemble(priced.assignment, priced.specs, priced.forms)
-    record = SearchRecord(states, time.perf_counter() - start, clock.stopped, len(meshes))
-    plan = Plan(pricer, priced, record, devices_of(mesh), pinned)
-    if priced.memory > pricer.budget:
-        raise _does_not_fit(plan)
-    return plan
+    return Plan(pricer, priced, record, devices, pinned)
 
 
 def _pinned_candidates(program: Program, meshes: Sequence[LogicalMesh], pins: Pins) -> list[tuple[LogicalMesh, Pinned]]:
@@ -249,11 +274,25 @@ def plan(
     memory: float | None = None,
     search: SearchOptions | None = None,
     progress: Progress | None = None,
+    verify: Any = False,
     **kwargs: Any,
 ) -> Plan:
-    """Plans a step on arrays or `ShapeDtypeStruct`s; no device is needed if `mesh` is a cluster."""
+    """Plans a step on arrays or `ShapeDtypeStruct`s; no device is needed if `mesh` is a cluster.
+
+    Args:
+      mesh, pins, memory, search, progress: as for `auto_shard`.
+      verify: compile the best few plans and take the one that is best by the bytes and the memory of its program: True
+        for the devices at hand, or a target ("tpu:v5e:4x4").
+
+    Raises:
+      MemoryBudgetError, PinError, MeshError: nothing fits, a pin can't hold, no mesh.
+      VerifyError: `verify` means nothing, or the plans can't be compiled.
+    """
+    from spmd_auto.verify.rank import check_verified
+
+    check_verified(verify)
     program = trace(step, *args, **kwargs)
-    return make_plan(program, mesh, pins=pins, memory=memory, search=search, progress=progress)
+    return make_plan(program, mesh, pins=pins, memory=memory, search=search, progress=progress, verify=verify)
 
 
 def price(

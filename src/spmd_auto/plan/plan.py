@@ -34,6 +34,7 @@ class SearchRecord:
     """How a plan was found: states priced, seconds, and why the search ended early ("" if it did not).
 
     Attributes:
+      verified: what compiling the best few found, in words ("": none was compiled).
       origin: "" if it was found here or read from a plan file, else one of `ORIGINS`. No part of plan files.
     """
 
@@ -41,6 +42,7 @@ class SearchRecord:
     seconds: float = 0.0
     stopped: str = ""
     meshes: int = 1
+    verified: str = ""
     origin: str = dataclasses.field(default="", compare=False)
 
 

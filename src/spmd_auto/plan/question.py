@@ -62,6 +62,7 @@ def ask(
     pins: Pins,
     memory: float | None,
     search: SearchOptions | None,
+    verify: object = False,
 ) -> Question:
     """The question that `make_plan` answers for these arguments.
 
@@ -80,6 +81,7 @@ def ask(
         "the pins": tuple(f"{path}: {_pin_text(pin)}" for path, pin in pins.items()),  # in order: the last one wins
         "the memory per device": (repr(memory),),
         "the search options": (repr(options),),
+        "the programs compiled": (str(verify),),
         "the rules added": tuple(f"{name}: {text}" for name, text in rules.items()),
     }
     return Question(parts, all(text is not None for text in rules.values()))

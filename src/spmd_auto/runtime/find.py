@@ -14,6 +14,7 @@ from spmd_auto.runtime.group import Group
 from spmd_auto.runtime.processes import compare, failing_together, plan_together
 from spmd_auto.search.beam import SearchOptions
 from spmd_auto.trace import Program
+from spmd_auto.verify.rank import Verified
 
 
 def find_plan(
@@ -25,18 +26,20 @@ def find_plan(
     search: SearchOptions | None = None,
     progress: Progress | None = None,
     cache: bool = True,
+    verify: Verified = False,
     group: Group | None = None,
 ) -> Plan:
     """The plan of a program.
 
     Args:
+      verify: whether, and where, the best few plans are compiled; see `spmd_auto.plan`.
       cache: whether plans are kept for later runs, and looked for among those kept.
       group: the processes that plan it together.
     """
     devices = devices_of(mesh)
 
     def search_it() -> Plan:
-        return make_plan(program, mesh, pins=pins, memory=memory, search=search, progress=progress)
+        return make_plan(program, mesh, pins=pins, memory=memory, search=search, progress=progress, verify=verify)
 
     def keep_it(question: Question) -> Plan:
         store = kept.PlanCache()
@@ -55,7 +58,7 @@ def find_plan(
     if not keeps and group is None:
         return search_it()
     with failing_together(group, f"to prepare the plan of {program.name}"):
-        question = ask(program, candidate_meshes(mesh), pins, memory, search)
+        question = ask(program, candidate_meshes(mesh), pins, memory, search, verify)
     if group is None:
         return keep_it(question)
     compare(group, question, program, devices)

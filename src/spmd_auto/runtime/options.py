@@ -10,6 +10,7 @@ import jax
 from spmd_auto.errors import BatchError, MeshError, PinError, StrategyError, TraceError
 from spmd_auto.mesh import Cluster, LogicalMesh
 from spmd_auto.search.beam import SearchOptions
+from spmd_auto.verify.rank import check_verified
 
 Ragged = Literal["replicate", "refuse"]
 
@@ -42,8 +43,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Whether all options mean something.
 
     Raises:
-      StrategyError, PinError, BatchError: one does not.
+      StrategyError, PinError, BatchError, VerifyError: one does not.
     """
+    check_verified(options["verify"])
     for name in ("donate", "cache", "quiet"):
         if not isinstance(options[name], bool):
             raise StrategyError(

@@ -32,6 +32,8 @@ def found(plan: Plan) -> None:
         f"; stopped by its {plan.search.stopped}" if plan.search.stopped else "",
         f"; not searched again: {ORIGINS[plan.search.origin]}" if plan.search.origin else "",
     )
+    if plan.search.verified:
+        logger.info("%s", plan.search.verified)
     for unknown in plan.analysis.graph.unknown.values():
         logger.warning("%s (%d bytes)", unknown, unknown.bytes)
     closed_over(plan)

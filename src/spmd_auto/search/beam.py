@@ -94,9 +94,15 @@ def search_mesh(
     options: SearchOptions,
     clock: Clock,
     progress: Callable[[str], None] | None = None,
+    few: int = 0,
 ) -> list[Priced]:
-    """Plans found on one mesh, best first, refined."""
+    """Plans found on one mesh, best first, refined.
+
+    Args:
+      few: so many of the best states that beams only passed through are refined too, and are among the plans.
+    """
     ends: list[Priced] = []
+    passed: list[Priced] = []
     known: set[int] = set()  # specs that some beam has seen: no other one prices them again
     for label, seed in seeds(space):
         if clock.stopped:
@@ -107,12 +113,14 @@ def search_mesh(
         known.add(start.key)
         # from nothing the first good move is nearly always the batch, which is a seed of its own
         follow = seed.order or seed.forms or not _batch_like(space)
-        best = _beam(pricer, space, start, options, clock, known) if follow else start
+        best = _beam(pricer, space, start, options, clock, known, passed) if follow else start
         ends.append(best)
+        passed.append(start)
         if progress is not None:
             progress(f"{pricer.mesh.describe()} from {label}: {min(ends, key=_score).seconds * 1e3:.2f} ms")
     polished = [_descend(pricer, space, end, clock) for end in sorted(ends, key=_score)[: options.polished]]
-    refined = [refine(pricer, end) for end in polished]
+    runners_up = [state for state in sorted(passed, key=_score) if all(state is not end for end in ends)]
+    refined = [refine(pricer, end) for end in (*polished, *runners_up[:few])]
     return sorted(refined, key=_score)
 
 
@@ -160,7 +168,16 @@ def _batch_like(space: Space) -> list[int]:
     return [g for g, n in free[:1] if n % count == 0]
 
 
-def _beam(pricer: Pricer, space: Space, start: Priced, options: SearchOptions, clock: Clock, known: set[int]) -> Priced:
+def _beam(
+    pricer: Pricer,
+    space: Space,
+    start: Priced,
+    options: SearchOptions,
+    clock: Clock,
+    known: set[int],
+    passed: list[Priced],
+) -> Priced:
+    """The best state that a beam comes to; all that it kept on its way go to `passed`."""
     beam, best, stale = [start], start, 0
     for _ in range(options.depth):
         children: list[Priced] = []
@@ -176,6 +193,7 @@ def _beam(pricer: Pricer, space: Space, start: Priced, options: SearchOptions, c
             break
         children.sort(key=_score)
         beam = _diverse(children, options)
+        passed += beam
         if beam[0].score < best.score * (1 - IMPROVES):
             best, stale = beam[0], 0
         else:
