@@ -45,8 +45,9 @@ def expert_strategies(mesh: LogicalMesh) -> dict[str, Strategy]:
 
 
 def priced(program: Program, mesh: LogicalMesh, name: str, analysis: Analysis | None = None) -> Plan:
-    """The plan of an expert's strategy; axes that the program does not have are left out."""
+    """The plan of an expert's strategy; axes that the program does not have, or goes along in a loop, are left out."""
     strategy = expert_strategies(mesh)[name]
     analysis = analysis or analyse_for(program, mesh, {})
-    splits = {axis: to for axis, to in strategy.splits.items() if analysis.group(axis) is not None}
+    here = {name for group, name in analysis.names.items() if group not in analysis.stacked}
+    splits = {axis: to for axis, to in strategy.splits.items() if axis in here}
     return price_strategy(program, mesh, splits, zero=strategy.zero, zero_axes=strategy.zero_axes, analysis=analysis)
