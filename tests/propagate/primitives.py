@@ -30,6 +30,7 @@ CANNOT_STAND: dict[str, str] = {
     **_of("reduce_scatter reduce_scatter_done reduce_scatter_start reduced_vary_cast_p reduced_vary_cast", _AXIS),
     **_of("unreduced_psum unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start", _AXIS),
     **_of("unreduced_pmax unreduced_pmin vary_unreduced_cast_p vary_unreduced_cast", _AXIS),
+    **_of("pmax_scatter pmin_scatter pxor", _AXIS),
     **_of("custom_jvp_call_jaxpr custom_lin eval_jaxpr stage unreachable zeros_like", _DONE),
     **_of("relayout", "it stands only where layouts in types are switched on, which is an experiment"),
     **_of("dim_as_value dimension_size shape_assertion", _POLYMORPHIC),

@@ -18,6 +18,8 @@ from spmd_auto import _compat
 
 Register = Callable[..., None]
 F = np.float32
+# What some random primitives ask for since jax 0.12.
+_OUT: dict[str, Any] = {"out_sharding": None} if jax.__version_info__ >= (0, 12) else {}
 
 
 def _hidden(module: str, name: str) -> Any:
@@ -64,6 +66,17 @@ def compared(case: Register) -> None:
     square = _hidden("lax.lax", "one_minus_square")
     if square:
         case("one_minus_square", lambda d: (lambda x: square.bind(x), [d.real(d.i, d.j)]))
+    newer = dict.fromkeys(["acospi", "asinpi", "atanpi", "cospi", "exp2m1", "log2p1", "sinpi", "tanpi"], 1)
+    for name, count in {**newer, "atan2pi": 2, "fma": 3, "fmuladd": 3}.items():
+        p = getattr(lax, f"{name}_p", None) or _hidden("lax.lax", name)
+        if p:
+            case(
+                name,
+                lambda d, p=p, count=count: (
+                    lambda *a: p.bind(*a),
+                    [d.real(d.i, d.j, low=0.1, high=0.9) for _ in range(count)],
+                ),
+            )
 
 
 def made_from_nothing(case: Register) -> None:
@@ -73,7 +86,7 @@ def made_from_nothing(case: Register) -> None:
     index = _hidden("lax.control_flow.conditionals", "platform_index")
     case("platform_index", lambda d: (lambda: index.bind(platforms=(("cpu",), None)), []))
     counts = _hidden("random.prng", "iota_2x32_shape")
-    case("iota_2x32_shape", lambda d: (lambda: counts.bind(shape=(d.i, d.j)), []))
+    case("iota_2x32_shape", lambda d: (lambda: counts.bind(shape=(d.i, d.j), **_OUT), []))
     copies = _hidden("state.primitives", "broadcast_to")
     case("broadcast_to", lambda d: (lambda x: copies.bind(x, shape=(d.i, d.j, d.k)), [d.num(1, d.k)]))
     case("broadcast_to/vector", lambda d: (lambda x: copies.bind(x, shape=(d.i, d.k)), [d.num(d.k)]))
@@ -96,8 +109,23 @@ def random(case: Register) -> None:
     gamma = _hidden("random.core", "random_gamma")
     case(
         "random_gamma",
-        lambda d: (lambda k, a: gamma.bind(k, a, log_space=True), [d.keys(4), d.real(4, 8, low=1, high=2)]),
+        lambda d: (lambda k, a: gamma.bind(k, a, log_space=True, **_OUT), [d.keys(4), d.real(4, 8, low=1, high=2)]),
     )
+    poisson = _hidden("random.core", "_random_poisson")
+    if poisson:
+        case(
+            "random_poisson",
+            lambda d: (
+                lambda k, a: poisson.bind(k, a, dtype=np.dtype(np.int32), **_OUT),
+                [d.keys(4), d.real(4, 8, low=1, high=2)],
+            ),
+        )
+    slope = _hidden("random.core", "_gamma_grad")
+    if slope:
+        case("random_gamma_grad", lambda d: (lambda a, x: slope.bind(a, x), [d.real(d.i, d.j, low=1, high=2)] * 2))
+    raw = _hidden("random.prng", "raw_bits")
+    if raw:
+        case("raw_bits", lambda d: (lambda k: tuple(raw.bind(k, shape=(6, 8))), [d.keys(4)]))
 
 
 def dots(case: Register) -> None:

@@ -12,6 +12,8 @@ from .applications import CASES, Draw, cycling
 
 # Of one of the two releases only.
 OTHERS = {"log2", "polynomial", "one_minus_square", "with_memory_space_constraint", "shard_alike"}
+OTHERS |= {"acospi", "asinpi", "atan2pi", "atanpi", "cospi", "exp2m1", "fma", "fmuladd", "log2p1", "sinpi", "tanpi"}
+OTHERS |= {"random_gamma_grad", "random_poisson", "raw_bits"}
 
 GOLDEN = """
 abs (i j)->(i j)
@@ -309,6 +311,20 @@ shard_map (- -)->(- -)
 custom_partitioning (i j),(j k)->(i k) reduction={j}
 with_memory_space_constraint (i j)->(i j)
 one_minus_square (i j)->(i j)
+acospi (i j)->(i j)
+asinpi (i j)->(i j)
+atanpi (i j)->(i j)
+cospi (i j)->(i j)
+exp2m1 (i j)->(i j)
+log2p1 (i j)->(i j)
+sinpi (i j)->(i j)
+tanpi (i j)->(i j)
+atan2pi (i j),(i j)->(i j)
+fma (i j),(i j),(i j)->(i j)
+fmuladd (i j),(i j),(i j)->(i j)
+random_gamma_grad (i j),(i j)->(i j)
+random_poisson (i),(i j)->(i j)
+raw_bits (i)->(i j k),(i j k)
 """  # noqa: E501
 
 LINES = dict(line.split(" ", 1) for line in GOLDEN.strip().splitlines())

@@ -34,6 +34,8 @@ DOZENS = [SIMPLE[i : i + 12] for i in range(0, len(SIMPLE), 12)]
 
 # Not in both of the tested releases.
 _NEWER = {"log2", "one_minus_square", "polynomial", "with_memory_space_constraint"}
+_NEWER |= {"acospi", "asinpi", "atan2pi", "atanpi", "cospi", "exp2m1", "fma", "fmuladd", "log2p1", "sinpi", "tanpi"}
+_NEWER |= {"random_gamma_grad", "random_poisson", "raw_bits"}
 _OLDER = {"shard_alike"}
 
 

@@ -65,6 +65,7 @@ SLOW = frozenset({"tanh", "erf", "logistic", "pow", "erf_inv"})
 
 # Operations of one array that change no element's value beyond what a fusion can redo while reading.
 _ELEMENTWISE = (
+    "acospi asinpi atan2pi atanpi cospi exp2m1 fma fmuladd log2p1 sinpi tanpi "
     "abs acos acosh asin asinh atan atanh atan2 add add_any and bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
     "clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 "
     "floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min "

@@ -32,10 +32,11 @@ def broadcast_to(params: Params, operands: Shapes, results: Shapes) -> Rule:
 
 
 def per_key(params: Params, operands: Shapes, results: Shapes) -> Rule:
-    """random_bits and random_split: the dimensions of the keys come first, then what is made from each key."""
+    """What is made from keys, of one or several results: the dimensions of the keys come first, then its own."""
     build = RuleBuilder(operands, results)
     for d in range(len(results[0])):
-        build.add([(0, d)] if d < len(operands[0]) else [], [(0, d)])
+        made = [(k, d) for k in range(len(results))]
+        build.add([(0, d)] if d < len(operands[0]) else [], made)
     return build.build()
 
 
@@ -58,9 +59,10 @@ def unpredictable(params: Params, operands: Shapes, results: Shapes) -> Rule:
 RULES: dict[str, RuleLike] = {
     **of_names(born, "iota iota_2x32_shape empty empty2 platform_index"),
     "broadcast_to": broadcast_to,
-    **of_names(per_key, "random_bits random_split"),
+    **of_names(per_key, "random_bits random_split raw_bits"),
     **of_names(elementwise, "random_clone random_fold_in threefry2x32 threefry4x32 philox2x32 philox4x32"),
     "random_gamma": random_gamma,
+    "random_poisson": random_gamma,
     "random_seed": leading(lambda params, operands: len(operands[0])),
     "random_unwrap": leading(lambda params, operands: len(operands[0])),
     "random_wrap": leading(lambda params, operands: len(operands[0]) - len(params["impl"].key_shape)),

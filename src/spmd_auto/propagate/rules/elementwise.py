@@ -41,7 +41,10 @@ RULES: dict[str, RuleLike] = {
     **of_names(elementwise, "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj cos"),
     **of_names(elementwise, "cosh digamma erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma"),
     **of_names(elementwise, "log log1p log2 logistic neg not one_minus_square population_count real round rsqrt"),
-    **of_names(elementwise, "sign sin sinh sqrt square tan tanh"),
+    **of_names(
+        elementwise, "acospi asinpi atan2pi atanpi cospi exp2m1 fma fmuladd log2p1 sinpi tanpi random_gamma_grad"
+    ),
+    **of_names(elementwise, "random_gamma_grad sign sin sinh sqrt square tan tanh"),
     **of_names(elementwise, "add add_any and atan2 complex div eq eq_to ge gt igamma igamma_grad_a igammac le"),
     **of_names(elementwise, "le_to lt lt_to max min mul mulhi ne nextafter or polygamma pow rem shift_left"),
     **of_names(elementwise, "shift_right_arithmetic shift_right_logical sub xor zeta"),
