@@ -192,7 +192,7 @@ def test_plan_of_the_same_leaves_but_other_operations(small):
         ('{"format": "something else"}', "is not a plan of spmd_auto"),
         ('{"format": "spmd_auto plan"}', "has version None"),
         ('{"format": "spmd_auto plan", "version": 99}', "has version 99"),
-        ('{"format": "spmd_auto plan", "version": 1}', "is damaged"),
+        ('{"format": "spmd_auto plan", "version": 2}', "is damaged"),
     ],
 )
 def test_foreign_and_other_versions(tmp_path, text, what):

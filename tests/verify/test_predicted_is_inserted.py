@@ -52,7 +52,7 @@ def analysed(name: str):
     return program, mesh, analyse_for(program, mesh, {})
 
 
-def draw(name: str, seed: int):
+def draw(name: str, seed: int | str):
     """The plan of a random strategy: up to three logical axes on random mesh axes, and a random stage of ZeRO."""
     program, mesh, analysis = analysed(name)
     draws = random.Random(f"{name} {seed}")
@@ -65,18 +65,19 @@ def draw(name: str, seed: int):
     try:
         plan = price_strategy(program, mesh, splits, zero=stage, zero_axes=over, analysis=analysis)
     except BatchError:  # too small an axis
-        return None, splits, stage, over
+        return draw(name, f"{seed}, again")
     return plan, splits, stage, over
+
+
+def as_on_cpu(moved: dict[str, float]) -> float:
+    """Bytes where each reduce-scatter is an all-reduce, as the compiler for CPUs has it."""
+    return sum(b * (2 if kind == "reduce-scatter" else 1) for kind, b in moved.items())
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("seed", range(8))
 def test_each_set_of_mesh_axes_carries_what_was_priced(name, seed):
     plan, *drawn = draw(name, seed)
-    if plan is None:
-        return
-    for row in verify(plan, "cpu").rows:  # an all-reduce in place of a scatter doubles the bytes, on CPU
-        if row.predicted_bytes > FEW:
-            assert row.found_bytes > row.predicted_bytes / 2, f"priced over {row.axes}, never inserted: {drawn}"
-        if row.found_bytes > FEW:
-            assert row.predicted_bytes > row.found_bytes / 2.1, f"inserted over {row.axes}, never priced: {drawn}"
+    for row in verify(plan, "cpu").rows:
+        predicted, found = as_on_cpu(row.predicted), as_on_cpu(row.found)
+        assert found == pytest.approx(predicted, rel=0.05, abs=FEW), f"over {row.axes}: {row}, {drawn}"

@@ -22,7 +22,7 @@ from spmd_auto.propagate.forms import Form
 from spmd_auto.trace import Program, trace
 
 FORMAT = "spmd_auto plan"
-VERSION = 1
+VERSION = 2
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
