@@ -20,6 +20,7 @@ from spmd_auto.errors import (
     MemoryBudgetError,
     MeshError,
     PinError,
+    ProfileError,
     SpmdAutoError,
     StrategyError,
     TraceError,
@@ -563,6 +564,39 @@ def test_explaining_what_is_no_leaf(path):
     plan = spmd_auto.plan(step, state(), batch(), mesh=toy_mesh(8), search=FAST)
     with refused(StrategyError, what=f"no argument leaf {path!r}", fixes="did you mean 'state/"):
         plan.explain(path)
+
+
+# ---- hardware profiles, and plans that are compiled ------------------------------------------------
+
+PROFILE = {
+    "platform": "gpu",
+    "source": "a test",
+    "memory": 8e10,
+    "memory_bandwidth": 3e12,
+    "flops": {"2": 1e15},
+    "inside": {"bandwidth": 4e11, "latency": 3e-6},
+}
+
+
+def test_a_profile_with_a_figure_that_is_not_known():
+    with refused(ProfileError, what="'memroy'", why="a profile has platform", fixes="did you mean 'memory'?"):
+        spmd_auto.register_profile({"memroy": 8e10, **PROFILE}, name="mine")
+
+
+def test_a_profile_in_another_unit():
+    with refused(ProfileError, what="memory = 80", why="another unit may be meant", fixes="memory in bytes"):
+        spmd_auto.register_profile({**PROFILE, "memory": 80}, name="mine")
+
+
+def test_a_cluster_of_a_number_alone():
+    with refused(MeshError, what="what is 4?", why="may mean either", fixes=("hosts=4", "per_host=4")):
+        spmd_auto.cluster("h100", 4)
+
+
+def test_verifying_on_devices_that_are_not_there():
+    mesh = spmd_auto.cluster("v5e", topology="2x2").mesh(a=4)
+    with refused(VerifyError, what="no tpu devices here", why="the plan is for", fixes='verify="tpu:v5e:4x4"'):
+        spmd_auto.plan(step, state(), batch(), mesh=mesh, search=FAST, verify=True)
 
 
 # ---- the list -----------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_no_committed_row_is_unexplained(platform):
     assert committed(platform)["unexplained"] == 0
 
 
-def test_a_commit_of_each_row_is_in_the_results():
+def test_each_committed_row_is_there_once_and_says_its_commit():
     entries = json.loads(collectives.STORE.read_text())
     assert len({(e["program"], e["assignment"], e["platform"]) for e in entries}) == len(entries)
     assert all(e["commit"] for e in entries)

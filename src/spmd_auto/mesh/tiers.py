@@ -136,13 +136,23 @@ def _check_positive(sizes: Mapping[str, int]) -> None:
             raise MeshError(f"{name}={size!r}", "a number of devices is a whole number above zero", [f"{name}=1"])
 
 
-def cluster(chip: str, *, hosts: int = 1, per_host: int | None = None, topology: str | None = None) -> Cluster:
+def cluster(
+    chip: str, *unnamed: Any, hosts: int = 1, per_host: int | None = None, topology: str | None = None
+) -> Cluster:
     """A cluster that need not exist: `cluster("h100", hosts=64)`, `cluster("v5p", topology="8x8x8")`.
 
     Raises:
       MeshError: unknown chip, or a topology that the chip cannot have.
     """
     profile = load_profile(chip)
+    if unnamed:
+        given = unnamed[0]
+        by_number = ["topology='4x4'"] if profile.torus else [f"hosts={given!r}", f"hosts=1, per_host={given!r}"]
+        raise MeshError(
+            f"cluster({chip!r}, {given!r}): what is {given!r}?",
+            "hosts, devices of a host and shapes are given by name, as a number alone may mean either",
+            [f"cluster({chip!r}, {words})" for words in by_number],
+        )
     _check_positive({"hosts": hosts} | ({} if per_host is None else {"per_host": per_host}))
     if profile.torus:
         example = "x".join(["4"] * profile.torus)

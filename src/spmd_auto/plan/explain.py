@@ -190,6 +190,13 @@ def collective_table(plan: Plan, count: int = 8) -> Table | None:
     return table
 
 
+def unused_axes(plan: Plan) -> list[str]:
+    """Mesh axes of more than one device over which no value is split."""
+    used = {axis for spec in plan.priced.specs for dimension in spec for axis in dimension}
+    sizes = zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+    return [name for a, (name, size) in enumerate(sizes) if size > 1 and a not in used]
+
+
 def whole_leaves(plan: Plan, count: int = 5) -> list[tuple[str, int]]:
     """The largest argument leaves that every device holds whole: (path, bytes)."""
     whole = [
@@ -218,6 +225,9 @@ def explain_parts(plan: Plan) -> tuple[Any, ...]:
         notes.append(f"the search was stopped by its {record.stopped}: the best plan so far")
     if record.verified:
         notes.append(record.verified)
+    idle = unused_axes(plan)
+    if idle:
+        notes.append(f"nothing is split over {', '.join(idle)}: its devices compute the same")
     whole = whole_leaves(plan)
     if whole:
         notes.append("held whole by every device: " + ", ".join(f"{path} ({size(b)})" for path, b in whole))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -22,6 +22,9 @@ from spmd_auto.search.beam import Clock, SearchOptions, search_mesh
 from spmd_auto.search.refine import refine
 from spmd_auto.search.space import build_space
 from spmd_auto.trace import Program, Role, trace
+
+if TYPE_CHECKING:
+    from spmd_auto.verify.rank import Verified
 
 # Share of a chip's memory that a plan may fill: the allocators of XLA keep the rest.
 USABLE = 0.92
@@ -82,7 +85,7 @@ def make_plan(
     memory: float | None = None,
     search: SearchOptions | None = None,
     progress: Progress | None = None,
-    verify: Any = False,
+    verify: Verified = False,
 ) -> Plan:
     """Searches the best plan for a program.
 
@@ -274,7 +277,7 @@ def plan(
     memory: float | None = None,
     search: SearchOptions | None = None,
     progress: Progress | None = None,
-    verify: Any = False,
+    verify: Verified = False,
     **kwargs: Any,
 ) -> Plan:
     """Plans a step on arrays or `ShapeDtypeStruct`s; no device is needed if `mesh` is a cluster.
