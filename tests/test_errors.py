@@ -26,6 +26,7 @@ from spmd_auto.errors import (
     TraceError,
     VerifyError,
 )
+from spmd_auto.mesh import registry
 from spmd_auto.search import SearchOptions
 from tests.known_answers.toy import toy_mesh
 from tests.models import gpt
@@ -586,6 +587,19 @@ def test_a_profile_with_a_figure_that_is_not_known():
 def test_a_profile_in_another_unit():
     with refused(ProfileError, what="memory = 80", why="another unit may be meant", fixes="memory in bytes"):
         spmd_auto.register_profile({**PROFILE, "memory": 80}, name="mine")
+
+
+@pytest.mark.parametrize("profile", [3, None, ["h100"]])
+def test_a_profile_that_is_neither_a_file_nor_figures(profile):
+    with refused(ProfileError, what=repr(profile), why="neither a file", fixes="register_profile("):
+        spmd_auto.register_profile(profile)
+
+
+def test_hosts_of_a_chip_without_links_between_them(monkeypatch):
+    monkeypatch.setattr(registry, "_ADDED", {})
+    spmd_auto.register_profile(PROFILE, "alone", replace=True)
+    with refused(MeshError, what="hosts=2", why="no [between]", fixes="bandwidth"):
+        spmd_auto.cluster("alone", hosts=2, per_host=4)
 
 
 def test_a_cluster_of_a_number_alone():

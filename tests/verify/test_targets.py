@@ -100,6 +100,9 @@ def test_devices_that_are_not_there(text, kind, hosts, require_target):
     assert all(a is b for a, b in zip(devices, target.devices(), strict=True))
     with pytest.raises(VerifyError, match="were asked for"):
         target.devices(target.device_count + 1)
+    if target.platform == "tpu":
+        with pytest.raises(VerifyError, match="whole slice"):
+            target.devices(target.device_count - 1)
 
 
 def test_a_topology_that_the_compiler_refuses(monkeypatch):

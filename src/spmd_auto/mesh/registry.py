@@ -74,6 +74,12 @@ def register_profile(
     """
     if isinstance(profile, Mapping):
         data = profile
+    elif not isinstance(profile, (str, os.PathLike)):
+        raise ProfileError(
+            f"{profile!r} as a hardware profile",
+            f"it is a {type(profile).__name__}, neither a file nor its figures",
+            ['register_profile("my_chip.toml")', 'register_profile({"platform": "gpu", ...}, "my_chip")'],
+        )
     else:
         path = Path(profile)
         try:

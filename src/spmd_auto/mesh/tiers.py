@@ -188,7 +188,13 @@ def cluster(
     inner = Tier("gpu" if profile.chip.platform == "gpu" else "device", per_host or profile.per_host, profile.inside)
     if hosts == 1:
         return Cluster(profile.chip, (inner,))
-    return Cluster(profile.chip, (Tier("host", hosts, profile.between or profile.inside), inner))
+    if profile.between is None:
+        raise MeshError(
+            f"hosts={hosts} of {chip}",
+            "its profile has no [between]: the links from host to host are not known",
+            ["[between]  # bandwidth = bytes/s of one device one way, latency = seconds", "hosts=1"],
+        )
+    return Cluster(profile.chip, (Tier("host", hosts, profile.between), inner))
 
 
 _KINDS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}

@@ -94,7 +94,8 @@ class Target:
           count: only the first so many. None: all.
 
         Raises:
-          VerifyError: the compiler isn't installed, the topology isn't possible, or has fewer than `count` devices.
+          VerifyError: the compiler isn't installed, the topology isn't possible, has fewer than `count` devices, or is
+            of TPUs and has more: their compiler makes programs of the whole slice, and ends the process for others.
         """
         self._require_installed()
         devices = {"cpu": self._cpu_devices, "tpu": self._tpu_devices, "gpu": self._gpu_devices}[self.platform](count)
@@ -105,6 +106,12 @@ class Target:
                 f"{self} has {len(devices)} devices, {count} were asked for",
                 "the mesh is larger than the target",
                 ["name a larger target", "or use a smaller mesh"],
+            )
+        if self.platform == "tpu" and count < len(devices):
+            raise VerifyError(
+                f"{self} has {len(devices)} devices, the mesh {count}",
+                "a TPU program is compiled for a whole slice",
+                [f"name a slice of {count} chips", f"or plan for {len(devices)}"],
             )
         return devices[:count]
 
