@@ -113,9 +113,10 @@ def search_mesh(
         known.add(start.key)
         # from nothing the first good move is nearly always the batch, which is a seed of its own
         follow = seed.order or seed.forms or not _batch_like(space)
-        best = _beam(pricer, space, start, options, clock, known, passed) if follow else start
+        best = _beam(pricer, space, start, options, clock, known, passed if few else None) if follow else start
         ends.append(best)
-        passed.append(start)
+        if few:
+            passed.append(start)
         if progress is not None:
             progress(f"{pricer.mesh.describe()} from {label}: {min(ends, key=_score).seconds * 1e3:.2f} ms")
     polished = [_descend(pricer, space, end, clock) for end in sorted(ends, key=_score)[: options.polished]]
@@ -175,9 +176,9 @@ def _beam(
     options: SearchOptions,
     clock: Clock,
     known: set[int],
-    passed: list[Priced],
+    passed: list[Priced] | None,
 ) -> Priced:
-    """The best state that a beam comes to; all that it kept on its way go to `passed`."""
+    """The best state that a beam comes to; all that it kept on its way go to `passed`, where they are wanted."""
     beam, best, stale = [start], start, 0
     for _ in range(options.depth):
         children: list[Priced] = []
@@ -193,7 +194,8 @@ def _beam(
             break
         children.sort(key=_score)
         beam = _diverse(children, options)
-        passed += beam
+        if passed is not None:
+            passed += beam
         if beam[0].score < best.score * (1 - IMPROVES):
             best, stale = beam[0], 0
         else:
